@@ -1,6 +1,6 @@
 """What a call of a kernel of memfit costs beyond the kernel: as a function, as lowered graphs call it, as an op.
 
-    python -m benchmarks.dispatch.main
+python -m benchmarks.dispatch.main
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import memfit
 from benchmarks.report import Report
 from memfit import zoo
-from memfit.capture.training_step import storage_bytes
+from memfit.capture.residents import storage_bytes
 from memfit.profiling.memory import measure
 from memfit.tools.sequential_pipeline import as_sequential, equal_ends
 from memfit.tools.training_loop import training_step

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.ir.slicing import BySlices
+from tests.residents import residents
 
 __all__ = ["orders", "sliced_step_graphs", "sliced_steps_and_orders", "step_graphs"]
 
@@ -151,7 +152,7 @@ def step_graphs(
         ops=tuple(ops),
         storages=tuple(storages),
         outputs=tuple(outputs),
-        static_bytes=draw(_STATIC_BYTES),
+        residents=residents(draw(_STATIC_BYTES)),
         after_step_bytes=draw(_AFTER_STEP),
         after_step_seconds=draw(_SECONDS),
         label=draw(_LABELS),

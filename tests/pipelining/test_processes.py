@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memfit
-from memfit.capture.training_step import storage_bytes
+from memfit.capture.residents import storage_bytes
 from memfit.errors import CaptureError, PipelineError
 from memfit.pipelining.partition import cut_points
 from memfit.pipelining.partition.forward_graph import ForwardGraph

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
+from tests.residents import residents
 
 __all__ = ["chain", "stage"]
 
@@ -45,4 +46,4 @@ def stage(length: int, *, received_bytes: int = 0) -> StepGraph:
     loss = plain.loss_index
     handed = Op(name="over", target="over", phase=Phase.FORWARD, reads=(length,), writes=(), recomputable=False)
     ops = (*plain.ops[:loss], handed, replace(plain.ops[loss], reads=()), *plain.ops[loss + 1 :])
-    return replace(plain, ops=ops, static_bytes=received_bytes)
+    return replace(plain, ops=ops, residents=residents(received_bytes))

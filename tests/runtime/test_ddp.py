@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
-from memfit.capture.training_step import storage_bytes
+from memfit.capture.residents import storage_bytes
 from memfit.profiling.memory import measure
 from tests.processes import run
 

@@ -15,6 +15,7 @@ from memfit.sim.simulator import live_storages_at, simulate
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import orders, step_graphs
 from tests.planner.chains import chain as long_chain
+from tests.residents import residents
 
 
 @st.composite
@@ -172,7 +173,7 @@ def chain(*, recomputable: bool = True, random_state_bytes: int = 0) -> StepGrap
             op("first_back", Phase.BACKWARD, [da], [dw]),
         ),
         outputs=(y,),
-        static_bytes=100,
+        residents=residents(100),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
+from tests.residents import residents
 
 __all__ = ["Layer", "chain", "mirrored", "residual", "unet"]
 
@@ -94,7 +95,11 @@ def mirrored(layers: Sequence[Layer], *, static_bytes: int = 0, gradient_bytes: 
                 new = total
             gradient[name] = new
     return StepGraph(
-        ops=tuple(ops), storages=tuple(storages), outputs=(index[last.name],), static_bytes=static_bytes, label="hand"
+        ops=tuple(ops),
+        storages=tuple(storages),
+        outputs=(index[last.name],),
+        residents=residents(static_bytes),
+        label="hand",
     )
 
 

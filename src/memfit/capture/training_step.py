@@ -12,12 +12,10 @@ from msgspec import structs
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memfit.capture.allocation_tracker import parts_of
-from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
+from memfit.capture.distributed.fsdp import is_sharded, without_gathering
 from memfit.capture.dynamo.capture_subgraphs import capture_subgraphs
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.fx_module import OneGraph
-from memfit.capture.gradients.autograd_graph import leaves_behind
 from memfit.capture.gradients.shared_inputs import SharedInputs
 from memfit.capture.gradients.tangents import GradientStrides
 from memfit.capture.link_graphs import join
@@ -26,14 +24,16 @@ from memfit.capture.loss.reading import LossFunction, LossReading
 from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import DEFAULT_OPTIONS, CaptureOptions
+from memfit.capture.residents import residents_of
 from memfit.capture.subgraphs import Subgraph, Subgraphs, tensors_in
 from memfit.errors import CaptureError, SpecError
 from memfit.fxir.joint import JointOp
 from memfit.fxir.refused import checkpoint_error
 from memfit.ir.graph import Phase, StepGraph
+from memfit.ir.residents import Resident
 from memfit.torch_compat.core import pytree
 
-__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "read_again", "storage_bytes"]
+__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "read_again"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,7 @@ class Capture:
         gradient_strides: strides of gradients of the subgraphs' outputs, where they differ from those of the outputs.
         shared: inputs that subgraphs take once per use (`memfit.capture.gradients.shared_inputs`).
         summed: names of parameters with several uses whose gradients are still added up inside a subgraph.
-        static_bytes: static bytes of the graph before profiling, which adds workspaces of libraries.
-        between_bytes: the part of the graph's static bytes that plain code between subgraphs holds.
-        input_bytes: the part of the graph's static bytes that the inputs take.
+        residents: the residents of the graph before profiling, which adds workspaces of libraries.
         loss: the reading of the loss.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
     """
@@ -73,9 +71,7 @@ class Capture:
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
     summed: tuple[str, ...] = ()
-    static_bytes: int = 0
-    between_bytes: int = 0
-    input_bytes: int = 0
+    residents: tuple[Resident, ...] = ()
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
 
@@ -99,14 +95,6 @@ def device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return model.device() if isinstance(model, OneGraph) else torch.device("cpu")
-
-
-def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
-    """Bytes of the tensors' distinct storages on one device type; a distributed tensor counts with its local shard."""
-    held = [local(t) for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device_type]
-    held = [part for t in held for part in parts_of(t)]
-    sizes = {t.untyped_storage()._cdata: int(t.untyped_storage().nbytes()) for t in held}
-    return sum(sizes.values())
 
 
 def capture_step(
@@ -171,16 +159,9 @@ def capture_step(
             "device, does the model look at values? Then build it on a real device"
         )
     cost = optimizer_cost(optimizer, device_type)
-    static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
-    static += [p.grad for p in model.parameters()]
-    between_bytes = _between_bytes(model, subgraphs, device_type)
     graph = structs.replace(
         graph,
-        static_bytes=storage_bytes(static, device_type)
-        + cost.state_bytes
-        + between_bytes
-        + loss.kept_bytes
-        + _coming_gradient_bytes(model, subgraphs),
+        residents=residents_of(model, args, kwargs, subgraphs, loss, cost, device_type),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
@@ -199,9 +180,7 @@ def capture_step(
         gradient_strides=subgraphs.gradient_strides,
         shared=subgraphs.shared,
         summed=summed,
-        static_bytes=graph.static_bytes,
-        between_bytes=between_bytes,
-        input_bytes=storage_bytes(pytree.tree_leaves((args, kwargs)), device_type),
+        residents=graph.residents,
         loss=loss,
     )
 
@@ -228,7 +207,7 @@ def read_again(
     was = capture.graph
     graph = structs.replace(
         graph,
-        static_bytes=capture.static_bytes,
+        residents=capture.residents,
         after_step_bytes=was.after_step_bytes,
         tiers=was.tiers,
         label=was.label,
@@ -244,33 +223,6 @@ def _summed(model: nn.Module, subgraphs: Subgraphs, shared: SharedInputs) -> tup
         for place in subgraph.terms.keys() - shared.get(subgraph.key, {}).keys()
     }
     return tuple(sorted(found))
-
-
-def _coming_gradient_bytes(model: nn.Module, subgraphs: Subgraphs) -> int:
-    """Bytes of gradients that are added up, stay allocated, and do not exist yet."""
-    if not any(subgraph.reading.accumulated for subgraph in subgraphs.subgraphs):
-        return 0
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.grad is None)
-
-
-def _between_bytes(model: nn.Module, subgraphs: Subgraphs, device_type: str) -> int:
-    """Bytes held by code between the subgraphs: saved tensors, and gradients of parameters that only this code uses."""
-    if not subgraphs.breaks or subgraphs.loss is None:
-        return 0
-    received = zip(subgraphs.receivers(), subgraphs.loss.receives_gradient, strict=False)
-    reached = leaves_behind(tensor for tensor, does in received if does) | subgraphs.loss.leaves
-    if (
-        subgraphs.plain.modules or subgraphs.plain.loose
-    ):  # which of its parameters such code uses may depend on the data
-        reached = frozenset(id(p) for p in model.parameters() if p.requires_grad)
-    used = {t.untyped_storage()._cdata for p in subgraphs.subgraphs for t in p.inputs if isinstance(t, torch.Tensor)}
-    gathered = any(subgraph.gathered for subgraph in subgraphs.subgraphs)
-    outside = [
-        p
-        for p in model.parameters()
-        if id(p) in reached and p.untyped_storage()._cdata not in used and not (gathered and local(p) is not p)
-    ]
-    return subgraphs.between_bytes + storage_bytes(outside, device_type)
 
 
 def given_args(args: Any) -> tuple[Any, ...]:

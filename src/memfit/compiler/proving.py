@@ -29,6 +29,7 @@ from memfit.compiler.proof import ProvingStep, StepResult, compare
 from memfit.compiler.stages import Progress, Request, plan_captured
 from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError
+from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.planner.analysis.explain import binding_place
 from memfit.profiling.library_workspace import library_bytes
 from memfit.profiling.memory import Measurement, measure, steady
@@ -226,7 +227,7 @@ def _measured_peak(step: ProvingStep, plan: CompiledPlan, call: PlannedCall) -> 
     assert plan.planned is not None
     # Memory of code between subgraphs and of libraries is measured here, so it is not part of the start.
     graph, device = plan.planned.graph, device_of(step.model)
-    start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
+    start = graph.static_bytes - bytes_of(graph.residents, ResidentKind.PLAIN_CODE) - library_bytes(graph, device)
 
     def once() -> Measurement:
         return measure(lambda: step.run(call), device=device, warmup=0, repeats=0, start_bytes=start)

@@ -28,6 +28,7 @@ from memfit.device_memory import free_bytes, total_bytes
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
+from memfit.ir.residents import ResidentKind
 from memfit.ir.serialization import graph_digest
 from memfit.ir.tiers import TierLinks
 from memfit.planner.analysis.explain import decisions, prediction
@@ -230,8 +231,8 @@ def _captured(
         label=request.label,
         options=replace(request.capture, separate=separate, grid=grid),
     )
-    static_bytes = capture.graph.static_bytes + request.beside_bytes
-    return replace(capture, graph=structs.replace(capture.graph, static_bytes=static_bytes), static_bytes=static_bytes)
+    graph = capture.graph.beside("beside the step", request.beside_bytes, ResidentKind.OTHER)
+    return replace(capture, graph=graph, residents=graph.residents)
 
 
 def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:

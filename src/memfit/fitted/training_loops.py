@@ -32,6 +32,7 @@ from memfit.capture.state.input_signature import Signature
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.stages import Planned, Request
 from memfit.errors import BudgetError
+from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.runtime.loop.forward_passes import Pass, in_flight
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
@@ -280,7 +281,7 @@ def held_bytes(plan: CompiledPlan) -> int:
     graph, capture = plan.planned.graph, plan.planned.capture
     made_bytes = simulate(graph, plan.program).forward_end_bytes - graph.static_bytes
     saved_bytes = 0 if capture.loss is None else capture.loss.saved_bytes
-    return max(0, made_bytes) + capture.input_bytes + capture.between_bytes + saved_bytes
+    return max(0, made_bytes) + bytes_of(graph.residents, ResidentKind.INPUT, ResidentKind.PLAIN_CODE) + saved_bytes
 
 
 def _gradient_bytes(plan: CompiledPlan) -> int:

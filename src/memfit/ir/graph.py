@@ -18,6 +18,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, structs
 
 from memfit.ir.fields import MOST_ITEMS, Bytes, Count, Index, Indices, Name, Seconds, Words
+from memfit.ir.residents import Resident, ResidentKind
 from memfit.ir.slicing import BySlices
 from memfit.ir.tiers import Tier, TierLinks
 
@@ -46,7 +47,7 @@ class StorageKind(StrEnum):
 
     STATIC = "static"
     """Parameters, buffers, inputs, constants: they exist before the step, are never freed by it, and are counted in
-    `StepGraph.static_bytes`."""
+    `StepGraph.residents`."""
 
     FORWARD = "forward"
     """Written by a forward op."""
@@ -266,7 +267,7 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
         storages: the storages that `Op.reads` and `Op.writes` index.
         outputs: storages the forward pass hands to the caller; the caller is assumed to hold them until the
             step ends.
-        static_bytes: parameters, buffers, inputs, optimizer state and gradients that exist before the step.
+        residents: memory that is there for the whole step: parameters, buffers, inputs, optimizer state and others.
         after_step_bytes: transient memory of `optimizer.step()` on top of static bytes and gradients.
         after_step_seconds: time of `optimizer.step()`.
         label: name of the captured step, for people.
@@ -277,7 +278,7 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     ops: Annotated[tuple[Op, ...], MOST_ITEMS]
     storages: Annotated[tuple[Storage, ...], MOST_ITEMS]
     outputs: Indices = ()
-    static_bytes: Bytes = 0
+    residents: Annotated[tuple[Resident, ...], MOST_ITEMS] = ()
     after_step_bytes: Bytes = 0
     after_step_seconds: Seconds = 0.0
     label: Words = ""
@@ -291,6 +292,17 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
                 f"{len(baseline.ops)} ops and {len(baseline.storages)} storages of the step without memfit, for "
                 f"{len(self.ops)} ops and {len(self.storages)} storages"
             )
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that are in memory for the whole step."""
+        return sum(resident.nbytes for resident in self.residents)
+
+    def beside(self, name: str, nbytes: int, kind: ResidentKind) -> StepGraph:
+        """The same step with more memory taken for all of it."""
+        if not nbytes:
+            return self
+        return structs.replace(self, residents=(*self.residents, Resident(name=name, nbytes=nbytes, kind=kind)))
 
     @property
     def loss_index(self) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Set as AbstractSet
 from msgspec import structs
 
 from memfit.ir.graph import Baseline, Op, Phase, StepGraph, Storage, StorageKind, Stream
+from memfit.ir.residents import ResidentKind
 from memfit.ir.tiers import Tier, TierLinks, slot_bytes
 
 __all__ = [
@@ -86,9 +87,8 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         graph,
         baseline=Baseline(ops=without_memfit.ops, storages=without_memfit.storages),
         storages=storages,
-        static_bytes=graph.static_bytes + graph.buffer_bytes(set(placed.values())),
         tiers=(),
-    )
+    ).beside("transfers", graph.buffer_bytes(set(placed.values())), ResidentKind.TRANSFER_BUFFER)
     held = graph.held_to_the_end()
     return structs.replace(changed, ops=tuple(_in_slices_only(changed, op, held) for op in graph.ops))
 

@@ -21,6 +21,7 @@ from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp
 from memfit.fxir.signature import cost_key
 from memfit.ir.graph import Baseline, Op, StepGraph, Variant
+from memfit.ir.residents import ResidentKind
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import candidate_chunks
 from memfit.ops.recompute import new_statistics_are_read
@@ -133,7 +134,7 @@ def profile_ops(
     nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         library = library_bytes(graph, device, nodes, plain_code=bool(capture.subgraphs.breaks))
-    return structs.replace(graph, static_bytes=graph.static_bytes + library)
+    return graph.beside("workspaces of libraries", library, ResidentKind.LIBRARY)
 
 
 def known_separable(cache: CostCache) -> Callable[[str], bool]:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.training_step import device_of, storage_bytes
+from memfit.capture.residents import storage_bytes
+from memfit.capture.training_step import device_of
 from memfit.errors import BudgetError
 from memfit.pipelining.api import pipeline
 from memfit.pipelining.pipeline import Pipeline

@@ -24,15 +24,15 @@ from memfit.capture.distributed.ddp import unwrapped
 from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.fx_module import OneGraph
 from memfit.capture.loss.reading import LossFunction
-from memfit.capture.optimizer.state import optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
-from memfit.capture.training_step import Capture, capture_step, device_of, given_args, storage_bytes
+from memfit.capture.training_step import Capture, capture_step, device_of, given_args
 from memfit.errors import CaptureError, SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.instructions import computes_in
 from memfit.ir.plan_file import Prediction
 from memfit.ir.program import baseline_program
+from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.baseline_peak import BaselinePeak
@@ -40,7 +40,6 @@ from memfit.profiling.profiler import with_rooflines
 from memfit.runtime.offload.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_baseline
 from memfit.tools.baseline_peak import baseline_peak
-from memfit.torch_compat.core import pytree
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
@@ -146,13 +145,11 @@ def estimate(
     args, kwargs = given_args(args), dict(kwargs or {})
     capture = _captured(model, args, kwargs, loss_fn=loss_fn, optimizer=optimizer, label=label)
     graph = structs.replace(with_rooflines(capture), tiers=links)
-    there = [*model.buffers(), *pytree.tree_leaves((args, kwargs)), *(p.grad for p in model.parameters())]
     device, counted = device_of(model), None
     if not is_sharded(model) and not isinstance(model, OneGraph) and unwrapped(model) is model:
         predicted_bytes = simulate_baseline(graph).peak_bytes
         counted = baseline_peak(model, args, kwargs, loss_fn, device, predicted_bytes=predicted_bytes)
-    kept_bytes = capture.loss.kept_bytes if capture.loss is not None else 0
-    return _summary(graph, model, optimizer, storage_bytes(there, device.type), counted, kept_bytes)
+    return _summary(graph, counted)
 
 
 def _captured(
@@ -183,19 +180,13 @@ def _captured(
         return capture
 
 
-def _summary(
-    graph: StepGraph,
-    model: nn.Module,
-    optimizer: OptimizerLike | None,
-    buffers: int,
-    counted: BaselinePeak | None,
-    kept_bytes: int,
-) -> Estimate:
+def _summary(graph: StepGraph, counted: BaselinePeak | None) -> Estimate:
     program = baseline_program(graph)
     timeline = simulate_baseline(graph)
-    device_type = device_of(model).type
-    parameters = storage_bytes(list(model.parameters()), device_type)
-    state = optimizer_cost(optimizer, device_type).state_bytes
+    parameters = bytes_of(graph.residents, ResidentKind.PARAMETER)
+    buffers = bytes_of(graph.residents, ResidentKind.BUFFER, ResidentKind.INPUT, ResidentKind.GRADIENT)
+    state = bytes_of(graph.residents, ResidentKind.OPTIMIZER_STATE)
+    kept = bytes_of(graph.residents, ResidentKind.LOSS)
     read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     read = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
     position = timeline.peak_position
@@ -209,9 +200,8 @@ def _summary(
         elif storage in read:
             module = graph.ops[producer[storage]].module or "(root)"
             saved[module] = saved.get(module, 0) + nbytes
-    between = graph.static_bytes - parameters - buffers - state
-    if between > 0:
-        saved["(between graph breaks)"] = between
+    between = bytes_of(graph.residents, ResidentKind.PLAIN_CODE)
+    saved |= {name: n for name, n in {"(between graph breaks)": between, "(kept by the loss)": kept}.items() if n}
     activations = sum(saved.values())
     where = "optimizer.step()"
     if position < len(program.instructions):
@@ -220,7 +210,7 @@ def _summary(
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
     peak, measured, held_bytes = timeline.peak_bytes, False, 0
     if counted is not None:
-        there = parameters + buffers + state + kept_bytes
+        there = parameters + buffers + state + kept
         peak, after_step = there + counted.step_bytes, there + graph.gradient_bytes + graph.after_step_bytes
         measured, held_bytes = not counted.at, max(0, peak + counted.outputs_held_bytes - max(peak, after_step))
         if peak >= after_step:

@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit.capture.loss.reading import LossFunction, forward_and_backward
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, steppable
-from memfit.capture.training_step import storage_bytes
+from memfit.capture.residents import storage_bytes
 from memfit.profiling.memory import Measurement, measure, steady
 from memfit.torch_compat.core import pytree
 

@@ -10,6 +10,7 @@ from memfit.planner.analysis.batch_scaling import difference, scaled
 from memfit.sim.simulator import simulate_baseline
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import step_graphs
+from tests.residents import residents
 
 
 def at_batch(graph: StepGraph, batch: int) -> StepGraph:
@@ -39,7 +40,7 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
             )
             for i, op in enumerate(graph.ops)
         ),
-        static_bytes=1000 + 10 * batch,
+        residents=residents(1000 + 10 * batch),
         after_step_bytes=7,
     )
 

@@ -19,6 +19,7 @@ from memfit.planner.search.portfolio import find_order
 from memfit.sim.simulator import simulate, simulate_baseline
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import sliced_steps_and_orders
+from tests.residents import residents
 
 _VARIANTS = (
     Variant(chunks=1, seconds=2.0, workspace_bytes=50),
@@ -39,7 +40,7 @@ def step() -> StepGraph:
         Op(name="second_back", target="h", phase=Phase.BACKWARD, reads=(1, 3), writes=(4,), **chunked),
         Op(name="first_back", target="k", phase=Phase.BACKWARD, reads=(0, 4), writes=(5,), seconds=1.0),
     )
-    return StepGraph(ops=ops, storages=storages, static_bytes=100)
+    return StepGraph(ops=ops, storages=storages, residents=residents(100))
 
 
 @pytest.mark.parametrize(("budget", "chunks"), [(1000, 4), (430, 4), (429, 8), (None, 8), (0, 8)])
@@ -68,7 +69,7 @@ def test_an_op_writes_over_its_operand_where_that_is_faster_or_room_is_short(
         Op(name="loss", target="loss", phase=Phase.LOSS, reads=(3,), writes=(4,)),
         Op(name="back", target="k", phase=Phase.BACKWARD, reads=(1, 3, 4), writes=(5,), seconds=1.0),
     )
-    graph = StepGraph(ops=ops, storages=storages, static_bytes=100)
+    graph = StepGraph(ops=ops, storages=storages, residents=residents(100))
     program = program_within(graph, baseline_order(graph), budget)
     check(graph, program)
     assert next(i.over for i in program.instructions if isinstance(i, Compute) and i.op == 2) == over

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,10 +47,14 @@ _MOST_READS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCost:
-    """`state_bytes` stay between steps; `step_bytes` exist while `step()` runs."""
+    """`state_bytes` stay between steps; `step_bytes` exist while `step()` runs.
+
+    `by_parameter` gives, by the identity of a parameter, the part of the state that belongs to it alone.
+    """
 
     state_bytes: int = 0
     step_bytes: int = 0
+    by_parameter: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +108,15 @@ def optimizer_cost(optimizer: OptimizerLike | OptimizerPart | OptimizerCost | No
         return _of_lbfgs(of, trained)
     real = _held(of, [p for group in of.param_groups for p in group["params"]], device_type)
     missing = [p for p in trained if id(p) not in real.by_parameter]
-    there = sum(real.by_parameter.get(id(p), 0) for p in trained) + real.shared_bytes
     predicted = _predicted(of, trained, device_type, needed=bool(missing))
-    coming = sum(
-        max(0, predicted.by_parameter.get(id(p), 0) - real.by_parameter.get(id(p), 0))
-        for p in (trained if predicted.exact else missing)
-    )
+    coming = {id(p) for p in (trained if predicted.exact else missing)}
+    by_parameter = {id(p): real.by_parameter.get(id(p), 0) for p in trained}
+    for key in by_parameter.keys() & coming:
+        by_parameter[key] = max(by_parameter[key], predicted.by_parameter.get(key, 0))
     return OptimizerCost(
-        state_bytes=there + coming + max(0, predicted.shared_bytes - real.shared_bytes),
+        state_bytes=sum(by_parameter.values()) + max(real.shared_bytes, predicted.shared_bytes),
         step_bytes=predicted.step_bytes,
+        by_parameter=by_parameter,
     )
 
 

@@ -17,8 +17,8 @@ from msgspec import structs
 from torch import nn
 
 from memfit.capture.optimizer.state import optimizer_cost, part_of
+from memfit.capture.residents import storage_bytes
 from memfit.capture.state.snapshot import preserved
-from memfit.capture.training_step import storage_bytes
 from memfit.distributed import process_group as processes
 from memfit.fxir.module_names import module_of
 from memfit.ir.serialization import graph_digest

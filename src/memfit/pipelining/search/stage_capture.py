@@ -13,6 +13,7 @@ from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import StepGraph
+from memfit.ir.residents import ResidentKind
 from memfit.ops.accumulation import Accumulate
 from memfit.pipelining.config import Question
 from memfit.pipelining.partition.forward_graph import ForwardGraph
@@ -60,7 +61,7 @@ def capture_stage(
     captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid, before=before)
     capture = handing_over(captured)
     beside = _SCALAR_BYTES * (question.num_microbatches + 1) + passing_bytes(stage)
-    return capture, structs.replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)
+    return capture, capture.graph.beside("messages", beside, ResidentKind.OTHER)
 
 
 def passing_bytes(stage: Stage) -> int:

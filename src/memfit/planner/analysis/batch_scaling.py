@@ -102,7 +102,10 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
             ops=tuple(op(a, b) for a, b in zip(baseline_a.ops, baseline_b.ops, strict=True)),
             storages=storages(baseline_a.storages, baseline_b.storages),
         ),
-        static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),
+        residents=tuple(
+            structs.replace(a, nbytes=size(a.nbytes, b.nbytes))
+            for a, b in zip(graph_a.residents, graph_b.residents, strict=True)
+        ),
         after_step_bytes=size(graph_a.after_step_bytes, graph_b.after_step_bytes),
         after_step_seconds=seconds(graph_a.after_step_seconds, graph_b.after_step_seconds),
     )

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 from memfit.ir.program import program_of
+from memfit.ir.residents import ResidentKind
 from memfit.ir.streaming import tier_bytes
 from memfit.ir.tiers import Tier, slot_bytes
 from memfit.sim.simulator import simulate
@@ -94,8 +95,8 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
             op, recompute_as=again, recomputable=True, random_state_bytes=0, by_slices=None, estimated_seconds=None
         )
 
-    static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
-    return structs.replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)
+    staged = graph.beside("transfers", graph.buffer_bytes(placed.values()), ResidentKind.TRANSFER_BUFFER)
+    return structs.replace(staged, ops=tuple(map(changed, graph.ops)), tiers=())
 
 
 def peak_bytes(graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier]) -> int:
