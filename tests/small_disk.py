@@ -1,28 +1,40 @@
-"""A disk for small models: small chunks, and links so fast that plans use them."""
+"""Links to a disk that tests know beforehand, so that nothing is measured and plans do not depend on the machine."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from memfit.ir.tiers import SLOT_ALIGNMENT, Tier
-from memfit.runtime.offload.link_benchmark import Calibration, LinkSpeed
+from memfit.ir.tiers import SLOT_ALIGNMENT, Tier, TransferSizes
+from memfit.profiling.cost_cache import cache_directory
+from memfit.runtime.offload.link_benchmark import Calibration, LinkSpeed, keep
 
-FAST = LinkSpeed(
-    alone_bytes_per_second=1e12,
-    bytes_per_second=1e12,
-    pageable_bytes_per_second=0.0,
-    latency_seconds=0.0,
-    compute_seconds_per_byte=0.0,
-)
+__all__ = ["keep_disk", "make_small_disk"]
+
+SMALL = TransferSizes(chunk_bytes=2 * SLOT_ALIGNMENT, least_bytes=1024, least_resident_bytes=1024)
 
 
-def make_small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything of a kilobyte and more may be swapped, over a link that takes no time."""
-    chunk = 2 * SLOT_ALIGNMENT
-    buffers = 2 * (chunk + SLOT_ALIGNMENT) + 1024
-    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
-    monkeypatch.setattr("memfit.ir.streaming._LEAST_BYTES", 1024)
-    monkeypatch.setattr("memfit.runtime.offload.disk._CHUNK_BYTES", chunk)
-    monkeypatch.setattr("memfit.runtime.offload.link_benchmark.BUFFER_BYTES", buffers)
-    known = Calibration(tier=Tier.DISK, device="cpu", out=FAST, into=FAST)
-    monkeypatch.setattr("memfit.runtime.offload.tiers.calibrated", lambda *_: known)
+def keep_disk(bytes_per_second: float, sizes: TransferSizes = TransferSizes(), device: str = "cpu") -> None:  # noqa: B008
+    """Stores a disk of this rate in the cache, as if it had been measured."""
+    speed = LinkSpeed(
+        alone_bytes_per_second=bytes_per_second,
+        bytes_per_second=bytes_per_second,
+        pageable_bytes_per_second=0.0,
+        latency_seconds=0.0,
+        compute_seconds_per_byte=0.0,
+    )
+    keep(Calibration(tier=Tier.DISK, device=device, out=speed, into=speed, sizes=sizes))
+
+
+def make_small_disk(monkeypatch: pytest.MonkeyPatch, directory: Path, rate: float = 1e12) -> None:
+    """Everything of a kilobyte and more may be swapped, by default over a link that takes no time.
+
+    The test gets a cache of its own, with the costs of ops that all tests share.
+    """
+    costs = [path for path in cache_directory().glob("*") if not path.name.startswith("link-")]
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for path in costs:
+        (directory / path.name).symlink_to(path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(directory))
+    keep_disk(rate, SMALL)

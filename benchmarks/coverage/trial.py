@@ -17,6 +17,7 @@ from benchmarks.fuzz.live_bytes import LiveBytes, storage_bytes
 from benchmarks.fuzz.snapshot import same
 from benchmarks.notices import OTHER_WAY, notices
 from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.residents import ResidentKind, bytes_of
 
 __all__ = ["STATUSES", "trial"]
 
@@ -189,7 +190,7 @@ def _share(plans: Sequence[memfit.Plan]) -> float:
         graph = plan.planned.graph
         read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
         inside += sum(graph.storages[s].nbytes for s in read if graph.storages[s].kind is StorageKind.FORWARD)
-        outside += plan.planned.capture.between_bytes
+        outside += bytes_of(plan.planned.graph.residents, ResidentKind.PLAIN_CODE)
     return inside / max(1, inside + outside)
 
 

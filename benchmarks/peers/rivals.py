@@ -19,7 +19,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-from memfit.capture.dynamo.compiled_call import compile_call
+from memfit.capture.call_settings import CallSettings
+from memfit.capture.dynamo.compiled_call import call_by_dynamo
 from memfit.tools.sequential_pipeline import GPTEmbedding
 from memfit.zoo.gpt import GPT
 
@@ -80,7 +81,7 @@ class _Partitioned:
 
     def __init__(self, model: nn.Module, budget: float) -> None:
         self._budget = budget
-        self._compiled = compile_call(model, lookup_backend("aot_eager"), fullgraph=True)
+        self._compiled = call_by_dynamo(model, lookup_backend("aot_eager"), CallSettings(fullgraph=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(activation_memory_budget=self._budget):

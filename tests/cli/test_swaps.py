@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memfit.ir.tiers import Tier
+from tests.small_disk import make_small_disk
 
 MODEL = "zoo:mlp?layers=6&width=64"
 SHAPE = ("--batch", 4096, "--shape", 16)
@@ -18,8 +19,7 @@ SHAPE = ("--batch", 4096, "--shape", 16)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
-    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
+    make_small_disk(monkeypatch, tmp_path / "cache", rate=1e9)
 
 
 def test_calibrate(memfit: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.fuzz.compare import FAILURES, compare, plain_run
 from benchmarks.fuzz.modes import MODES
 from benchmarks.fuzz.recipe import choose
+from tests.small_disk import keep_disk
 
 SEEDS = {
     "bitwise": (1005, 1014, 1017, 1021, 1025, 1030, 1032, 1033, 1089, 1094, 1107, 1117),
@@ -30,7 +31,7 @@ SEEDS = {
 @pytest.fixture(autouse=True)
 def quick_links(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
+    keep_disk(1e9)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -26,8 +26,8 @@ def assert_trains_within(pipe: memfit.Pipeline, case: Case, expected: dict[str, 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_stages_swap(schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Several micro-batches are in flight, each with a place of its own on the disk."""
-    make_small_disk(monkeypatch)
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    make_small_disk(monkeypatch, tmp_path / "cache")
     torch.manual_seed(1)
     case = cheap(512)
     baseline_step(case)

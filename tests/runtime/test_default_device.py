@@ -27,7 +27,8 @@ def another_device() -> Iterator[None]:
 @pytest.fixture
 def small_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    make_small_disk(monkeypatch)
+    with torch.device("cpu"):
+        make_small_disk(monkeypatch, tmp_path / "cache")
 
 
 def square(output: Tensor) -> Tensor:

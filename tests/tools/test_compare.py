@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from memfit.capture.training_step import capture_step
 from memfit.errors import BudgetError, SpecError
 from memfit.tools.compare import _IGNORE_BUDGET, Comparison, Row, budget_bytes, compare, max_batch
 from memfit.zoo import Example, build
+from tests.small_disk import make_small_disk
 
 CPU = torch.device("cpu")
 
@@ -213,9 +215,9 @@ def test_a_strategy_without_recomputation_stops_where_the_baseline_step_does() -
     assert result.planned == result.plain and result.ratio == 1.0 and result.overhead == 0.0
 
 
-def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 64)
-    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
+def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    make_small_disk(monkeypatch, tmp_path / "cache", rate=1e9)
     budget = 6 << 20  # the buffers of the threads that swap take two of it
     found = {
         name: find_max(budget, layers=4, strategy=name, tiers="disk", prove=name == "auto", start=1024)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["OneGraph"]
+from memfit.capture.call_settings import Backend, CallSettings
+
+__all__ = ["OneGraph", "call_of_graph"]
 
 
 class OneGraph(nn.Module):
@@ -45,23 +47,29 @@ class OneGraph(nn.Module):
         values = (node.meta.get("example_value") for node in self.calls.graph.find_nodes(op="placeholder"))
         return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
 
-    def compiled(self, backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> Callable[..., Any]:
-        """Its call, compiled when it is first called; the backend may change the graph that it receives."""
-        made: list[Callable[..., Any]] = []
-
-        def run(*inputs: Any) -> Any:
-            operands = self._operands(inputs)
-            if not made:
-                made.append(backend(_copy(self.calls), operands))
-            return self._returned(made[0](*operands))
-
-        return run
+    def run(self, inputs: Sequence[Any], run_by: Callable[[Sequence[Any]], Callable[..., Any]]) -> Any:
+        """Runs a function in place of the graph; `run_by` returns it, given the operands."""
+        operands = self._operands(inputs)
+        return self._returned(run_by(operands)(*operands))
 
     def _operands(self, inputs: Sequence[Any]) -> list[Any]:
         return [*(getattr(self, name) for name in self.names), *inputs]
 
     def _returned(self, results: Any) -> Any:
         return results[0] if self.alone else tuple(results)
+
+
+def call_of_graph(model: nn.Module, backend: Backend, settings: CallSettings) -> Callable[..., Any]:
+    """The front end of a `OneGraph` (`memfit.capture.frontend`); the backend may change the graph that it receives."""
+    assert isinstance(model, OneGraph)
+    made: list[Callable[..., Any]] = []
+
+    def run_by(operands: Sequence[Any]) -> Callable[..., Any]:
+        if not made:
+            made.append(backend(_copy(model.calls), operands))
+        return made[0]
+
+    return lambda *inputs: model.run(inputs, run_by)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -35,9 +35,6 @@ __all__ = [
     "waited_seconds",
 ]
 
-_LEAST_BYTES = 1 << 18
-"""Smaller storages stay in memory: for their slices the latency of a transfer is longer than the transfer itself."""
-
 _IN_FLIGHT_INTO = 2
 """Slices of a storage in memory while it is read: the slice that compute reads and the next one."""
 
@@ -50,9 +47,10 @@ def streamable(graph: StepGraph, *, least_bytes: int | None = None) -> list[int]
 
     Args:
         graph: a tiled step.
-        least_bytes: smaller storages are left out; None for the size from which slices are worth moving.
+        least_bytes: smaller storages are left out; None for the size from which the tiers of the step move slices.
     """
-    least = _LEAST_BYTES if least_bytes is None else least_bytes
+    of_tiers = min((links.sizes.least_resident_bytes for links in graph.tiers), default=0)
+    least = of_tiers if least_bytes is None else least_bytes
     large = (s for s, storage in enumerate(graph.storages) if storage.whole_bytes >= least)
     users = _users(graph)
     held = graph.held_to_the_end()

@@ -13,9 +13,9 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from memfit.ir.fields import Bytes, Rate, Seconds
+from memfit.ir.fields import Bytes, Count, Rate, Seconds
 
-__all__ = ["SLOT_ALIGNMENT", "Lanes", "Link", "Tier", "TierLinks", "slot_bytes"]
+__all__ = ["SLOT_ALIGNMENT", "Lanes", "Link", "Tier", "TierLinks", "TransferSizes", "slot_bytes"]
 
 SLOT_ALIGNMENT = 4096
 """Bytes; transfers that bypass the page cache have to begin and end at multiples of this number."""
@@ -49,6 +49,20 @@ class Link(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
+class TransferSizes(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Sizes from which transfers to a tier are worth their latency.
+
+    Attributes:
+        chunk_bytes: the disk moves a storage in chunks of so many bytes, each through a buffer.
+        least_bytes: smaller storages are not swapped.
+        least_resident_bytes: smaller storages do not live on the tier, since their slices are smaller still.
+    """
+
+    chunk_bytes: Count = 1 << 20
+    least_bytes: Bytes = 1 << 16
+    least_resident_bytes: Bytes = 1 << 18
+
+
 class TierLinks(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A tier, its two directions and how much it may hold.
 
@@ -58,6 +72,7 @@ class TierLinks(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
         into: link from the tier to the device.
         limit_bytes: bytes that the tier may hold; None for no limit.
         buffer_bytes: device memory that transfers take while a step is in flight.
+        sizes: which storages are moved, and in which chunks.
     """
 
     tier: Tier
@@ -65,6 +80,7 @@ class TierLinks(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     into: Link
     limit_bytes: Bytes | None = None
     buffer_bytes: Bytes = 0
+    sizes: TransferSizes = TransferSizes()
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -199,10 +199,11 @@ def metadata_only_shape_operands(module: fx.GraphModule) -> None:
     """Replaces operands that an op uses only for their shape by metadata-only tensors."""
     for node in [node for node in module.graph.nodes if isinstance(node.target, OpOverload)]:
         for position in rule_of(node.target).shape_only:
-            if not _takes_metadata_only(node.args[position].meta["val"]):
+            operand = cast(fx.Node, node.args[position])
+            if str(operand.target).startswith(METADATA_ONLY_PREFIX) or not _takes_metadata_only(operand.meta["val"]):
                 continue
             with module.graph.inserting_before(node):
-                node.update_arg(position, metadata_only_attribute(module, node.args[position]))
+                node.update_arg(position, metadata_only_attribute(module, operand))
 
 
 def hoist_weight_gradients(module: fx.GraphModule) -> None:

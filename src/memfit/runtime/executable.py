@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from memfit.capture.dynamo.compiled_call import compile_call
+from memfit.capture.call_settings import CallSettings
 from memfit.capture.dynamo.dynamo_call import DynamoCall, RunsGraphs
 from memfit.capture.eager.backward_autocast import backward_in_autocast
+from memfit.capture.frontend import frontend_of
 from memfit.capture.training_step import Capture, device_of
 from memfit.capture.values.decisions import Decision
 from memfit.ir.program import Program
@@ -153,12 +154,10 @@ def _through(made: Compilation, followed: DynamoCall) -> Callable[..., Any]:
 def _traced_anew(made: Compilation) -> tuple[Callable[..., Any], Sequence[Decision]]:
     """A call that Dynamo compiles at its first run, and the branches on inputs that it then decides."""
     capture, decisions = made.capture, list[Decision]()
-    run = compile_call(
-        made.model,
-        functools.partial(backend, made),
+    settings = CallSettings(
         in_subgraphs=made.in_subgraphs,
         plain=capture.subgraphs.plain,
         replaced=capture.subgraphs.replaced,
         decisions=decisions if capture.decide else None,
     )
-    return run, decisions
+    return frontend_of(made.model)(made.model, functools.partial(backend, made), settings), decisions

@@ -126,3 +126,15 @@ def test_products_have_flops() -> None:
         row_products.product_over_rows(_numbers(7, 3), _numbers(7, 5))
         convolution.convolution_input_gradient(*SAMPLES[convolution.convolution_input_gradient]())
     assert counted.get_total_flops() == 2 * 7 * 3 * 5 + 2 * 3 * 4 * 6 * 5 * 2 * 9
+
+
+def test_slices_of_one_sample_have_memory_of_their_own() -> None:
+    gradient, data, *rest = _convolved()
+    slices = convolution.convolution_input_slices(gradient[:1], data[:1], *rest, [[0, 1], [1, 2]])
+    assert len({part.untyped_storage().data_ptr() for part in slices}) == 2
+
+
+def test_the_gradient_of_one_number_has_memory_of_its_own() -> None:
+    gradient = torch.ones(1)  # torch's formula of `cumprod` returns it
+    found = _memfit.cumprod_gradient.default(gradient, torch.ones(1), torch.ones(1), 0, None)
+    assert torch.equal(found, gradient) and found.data_ptr() != gradient.data_ptr()

@@ -13,7 +13,7 @@ from benchmarks.swap.main import byte_rate
 from memfit.errors import BudgetError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import Program, baseline_order, program_of
-from memfit.ir.tiers import Link, Tier, TierLinks
+from memfit.ir.tiers import Link, Tier, TierLinks, TransferSizes
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.effort import Effort
@@ -29,14 +29,12 @@ from tests.planner.chains import chain
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def small_storages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1)
+SMALL = TransferSizes(least_bytes=1)
 
 
 def with_links(graph: StepGraph, rate: float, **facts: int) -> StepGraph:
     link = Link(bytes_per_second=rate)
-    return replace(graph, tiers=(TierLinks(tier=Tier.DISK, out=link, into=link, **facts),))
+    return replace(graph, tiers=(TierLinks(tier=Tier.DISK, out=link, into=link, sizes=SMALL, **facts),))
 
 
 def residual_units(units: int, *, nbytes: int = MIB) -> StepGraph:
@@ -140,7 +138,7 @@ def test_a_useless_link_is_not_used() -> None:
 def test_tiers_never_make_a_plan_slower(graph: StepGraph, out: Link, into: Link, share: float) -> None:
     graph = replace(graph, after_step_bytes=0)
     budget = max(1, int(share * baseline_peak(graph)))
-    swapping = replace(graph, tiers=(TierLinks(tier=Tier.DISK, out=out, into=into),))
+    swapping = replace(graph, tiers=(TierLinks(tier=Tier.DISK, out=out, into=into, sizes=SMALL),))
     try:
         alone = find_order(graph, budget, seconds=0.05).timeline.step_seconds
     except BudgetError as error:
@@ -176,8 +174,8 @@ def test_the_host_first_and_the_disk_for_the_rest() -> None:
     graph = residual_units(12)
     fast, slow = Link(bytes_per_second=1e9), Link(bytes_per_second=1e8)
     tiers = (
-        TierLinks(tier=Tier.HOST, out=fast, into=fast, limit_bytes=5 * MIB),
-        TierLinks(tier=Tier.DISK, out=slow, into=slow),
+        TierLinks(tier=Tier.HOST, out=fast, into=fast, limit_bytes=5 * MIB, sizes=SMALL),
+        TierLinks(tier=Tier.DISK, out=slow, into=slow, sizes=SMALL),
     )
     graph = replace(graph, tiers=tiers)
     found = find_program(graph, int(0.4 * baseline_peak(graph)), seconds=0.3)

@@ -22,9 +22,9 @@ def swap_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Everything of a kilobyte and more may be swapped, over a link that takes no time."""
-    make_small_disk(monkeypatch)
+    make_small_disk(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def spaces(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpace]:
     opened: list[DiskSpace] = []
     begin = DiskSpace.__init__
 
-    def noted(self: DiskSpace, *arguments: Any) -> None:
-        begin(self, *arguments)
+    def noted(self: DiskSpace, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
         opened.append(self)
 
     monkeypatch.setattr(DiskSpace, "__init__", noted)

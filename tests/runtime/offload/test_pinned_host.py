@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +12,10 @@ from torch import nn
 import memfit
 from memfit.compiler.stages import Request
 from memfit.errors import SwapError
+from memfit.ir.tiers import Tier, TransferSizes
 from memfit.runtime.offload.backend import SwapSpace
 from memfit.runtime.offload.disk import DiskSpace
+from memfit.runtime.offload.link_benchmark import calibrate, keep
 from memfit.runtime.offload.pinned_host import HostSpace
 from memfit.tools.verify import Verification, verify
 from tests.models import Residual
@@ -56,8 +61,11 @@ def test_the_host_has_a_limit() -> None:
 
 @pytest.mark.parametrize("tiers", ["host", "disk", "host:1MiB,disk"])
 @pytest.mark.parametrize("strategy", ["swap", "hybrid", "auto"])
-def test_bits_and_budget(tiers: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
+def test_bits_and_budget(tiers: str, strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    for tier in Tier:
+        measured = calibrate(tier, torch.device("cuda:0"), seconds=0.02)
+        keep(replace(measured, sizes=TransferSizes(least_bytes=1024)))
     torch.manual_seed(0)
     model = Residual().cuda()
     x, y = torch.randn(64, 3, 48, 48, device="cuda"), torch.arange(64, device="cuda") % 5

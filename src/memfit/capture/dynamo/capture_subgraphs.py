@@ -21,9 +21,9 @@ from typing import Any
 from torch import nn
 
 from memfit.capture.allocation_tracker import LiveBytes
+from memfit.capture.call_settings import CallSettings
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.distributed.fsdp import gathering, is_sharded, local
-from memfit.capture.dynamo.compiled_call import compile_call
 from memfit.capture.dynamo.dynamo_call import DynamoCall
 from memfit.capture.dynamo.recording import Recording, Source, record_graph
 from memfit.capture.dynamo.traced_graph import (
@@ -33,6 +33,7 @@ from memfit.capture.dynamo.traced_graph import (
     trace,
 )
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
+from memfit.capture.frontend import frontend_of
 from memfit.capture.gradients.settling import settled
 from memfit.capture.gradients.tangents import strides_of_outputs
 from memfit.capture.loss.reading import LossReading
@@ -203,9 +204,7 @@ def _capture(
     # Dynamo keeps the backend, which must not hold `read` and with it the inputs.
     of = Source(model=model, reader=reader, held=held, is_read=read is not None)
     decisions = list[Decision]() if options.decide else None
-    call = compile_call(
-        model,
-        functools.partial(record_graph, into, of),
+    settings = CallSettings(
         fullgraph=fake,
         in_subgraphs=not fake,
         plain=plain,
@@ -213,6 +212,7 @@ def _capture(
         decisions=decisions,
         as_compiled=options.as_compiled,
     )
+    call = frontend_of(model)(model, functools.partial(record_graph, into, of), settings)
     try:
         with _own_errors():
             output = call(*args, **kwargs)

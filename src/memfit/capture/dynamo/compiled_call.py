@@ -16,20 +16,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memfit.capture.call_settings import Backend, CallSettings
 from memfit.capture.checkpoints import without_checkpoints
 from memfit.capture.dynamo.logging_calls import logs_left_out
 from memfit.capture.dynamo.marked_tensors import marks_left_out
 from memfit.capture.dynamo.own_calls import own_call
 from memfit.capture.eager.compiler_queries import eager_answers
 from memfit.capture.eager.fake_kernels import rules_of_kernels
-from memfit.capture.fx_module import OneGraph
-from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.values.branches import decided_branches
-from memfit.capture.values.decisions import Decision
 from memfit.torch_compat.compiler import disable, dynamo_config, dynamo_guards, reset_code, wrap_inline
 from memfit.torch_compat.core import pytree
 
-__all__ = ["call_has_begun", "compile_call"]
+__all__ = ["call_by_dynamo", "call_has_begun"]
 
 _MOST_PLANS = 100_000
 _ALL_GUARDS = {
@@ -43,25 +41,9 @@ _CALL = "fitted_call"
 """Name of the function that Dynamo compiles."""
 
 
-def compile_call(
-    model: nn.Module,
-    backend: Callable[..., Any],
-    *,
-    fullgraph: bool = False,
-    in_subgraphs: bool = False,
-    plain: PlainParts = NOTHING_PLAIN,
-    replaced: bool = False,
-    decisions: list[Decision] | None = None,
-    as_compiled: bool = False,
-) -> Callable[..., Any]:
-    """Compiles `model`'s call with `backend` under Dynamo's guards, with its own cache; a `OneGraph` needs neither.
-
-    Dynamo skips the parts in `plain`. With `replaced` the model's own checkpoints only call their functions. Branches
-    on inputs that the call is compiled for are added to `decisions`; without `decisions` they break the graph. With
-    `as_compiled`, code that asks whether it is compiled is told so.
-    """
-    if isinstance(model, OneGraph):
-        return model.compiled(backend)
+def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -> Callable[..., Any]:
+    """The front end that is Dynamo (`memfit.capture.frontend`): compiles the call under guards, with its own cache."""
+    plain, decisions, in_subgraphs = settings.plain, settings.decisions, settings.in_subgraphs
     impl: Callable[..., Any] = model._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +55,9 @@ def compile_call(
     vars(own)["backend"] = backend
     # Dynamo's table of compiled code and its cache keep each other alive, and with them the plan.
     weakref.finalize(own, reset_code, code).atexit = False
-    compiled: Callable[..., Any] = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(
+        own, backend=_weakly(backend), fullgraph=settings.fullgraph, dynamic=False
+    )
     forwards = _own_forwards(model) if in_subgraphs else []
     modules = dict(model.named_modules())
     left = [modules[name] for name in sorted(plain.modules) if name in modules]
@@ -92,13 +76,13 @@ def compile_call(
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        around = without_checkpoints() if replaced and in_subgraphs else contextlib.nullcontext()
+        around = without_checkpoints() if settings.replaced and in_subgraphs else contextlib.nullcontext()
         with (
             dynamo_config.patch(options),
             own_call(),
             _replaced(forwards),
             around,
-            contextlib.nullcontext() if as_compiled else eager_answers(),
+            contextlib.nullcontext() if settings.as_compiled else eager_answers(),
             decided_branches(decisions, pytree.tree_leaves((args, kwargs)) if state else (), state),
             marks_left_out(),
             rules_of_kernels(),
@@ -109,7 +93,7 @@ def compile_call(
     return run
 
 
-def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+def _weakly(backend: Backend) -> Callable[..., Any]:
     """The same backend behind a weak reference: it and the model are freed although Dynamo keeps all backends."""
     held = weakref.ref(backend)
 
@@ -122,7 +106,7 @@ def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_has_begun() -> bool:
-    """Whether code of the current `compile_call` ran before the graph that Dynamo compiles now.
+    """Whether code of the current call ran before the graph that Dynamo compiles now.
 
     If so, the graph comes after a graph break, and the call's function is a frame on the stack.
     """

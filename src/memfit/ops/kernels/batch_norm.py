@@ -158,10 +158,15 @@ def cudnn_batch_norm(
     """Runs the cuDNN kernel and leaves the running statistics unchanged.
 
     Returns:
-        Result, mean, inverse standard deviation, the new running statistics if there are any, and the reserve.
+        Result, mean, inverse standard deviation, the new running statistics if training makes any, and the reserve.
     """
-    new_mean = running_mean.clone() if training and running_mean is not None else running_mean
-    new_var = running_var.clone() if training and running_var is not None else running_var
+    if not training:
+        result, mean, invstd, _, _, reserve = _cudnn_batch_norm(
+            data, weight, bias, running_mean, running_var, training, momentum, eps
+        )
+        return result, mean, invstd, None, None, reserve
+    new_mean = None if running_mean is None else running_mean.clone()
+    new_var = None if running_var is None else running_var.clone()
     return _cudnn_batch_norm(data, weight, bias, new_mean, new_var, training, momentum, eps)
 
 

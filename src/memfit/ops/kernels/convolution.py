@@ -108,4 +108,6 @@ def convolution_input_slices(
     """`convolution_input_gradient`, cut into slices of its channels; the last argument gives the slices."""
     *settings, cuts = rest
     whole = direct(convolution_input_gradient)(gradient, metadata_only, weight, *settings)
+    if whole.shape[0] == 1:  # slices of one sample would be views, and all of them would hold the whole
+        return [whole[:, start:stop].clone(memory_format=torch.contiguous_format) for start, stop in cuts]
     return [whole[:, start:stop].contiguous() for start, stop in cuts]

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memfit.capture.call_settings import CallSettings
 from memfit.capture.dynamo.capture_subgraphs import first_lines
-from memfit.capture.dynamo.compiled_call import compile_call
+from memfit.capture.dynamo.compiled_call import call_by_dynamo
 from memfit.capture.dynamo.logging_calls import logs_left_out
 from memfit.capture.loss.reading import scalar_loss
 from memfit.capture.state.snapshot import preserved
@@ -110,7 +111,7 @@ def capture_forward(
         raise CaptureError(f"{type(model).__name__} is in eval mode; call model.train() first")
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         found.append((gm, list(inputs)))
         (output,) = gm.graph.find_nodes(op="output")
         results = [n.meta["example_value"] for n in output.args[0]]
@@ -124,7 +125,7 @@ def capture_forward(
             preserved(model, args, kwargs, target, loss_fn, values=False),
             dynamo_config.patch(logs_left_out(all_calls=True)),
         ):
-            loss = compile_call(whole, backend, fullgraph=True)(list(args), dict(kwargs), target)
+            loss = call_by_dynamo(whole, backend, CallSettings(fullgraph=True))(list(args), dict(kwargs), target)
     except TorchDynamoException as error:
         if "no loss" in str(error):
             raise CaptureError(

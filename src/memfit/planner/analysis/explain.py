@@ -189,9 +189,8 @@ def _blocks(graph: StepGraph) -> list[tuple[str, list[int]]]:
 
 
 def _short(target: str) -> str:
-    return (
-        target.removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_").removesuffix("_legit_functional")
-    )
+    name = target.removeprefix("aten.").removeprefix("memfit.").split(".")[0].strip("_")
+    return name.removeprefix("native_").removesuffix("_legit_functional")
 
 
 def _counted(names: Iterable[str]) -> str:

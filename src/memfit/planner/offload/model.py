@@ -27,9 +27,6 @@ __all__ = ["SWAP_IN", "bring_back", "has_room", "peak_bytes", "placed_on_tiers",
 SWAP_IN = "memfit.swap_in"
 """Target of ops that stand for a transfer back."""
 
-_LEAST_BYTES = 1 << 16
-"""Smaller results stay in memory: the latency of a transfer is longer than the time to move them."""
-
 
 _SHARE_WAITED = 0.1
 """The share of the time of a transfer back for which searches expect compute to wait: links are busy, and a second
@@ -37,10 +34,11 @@ transfer back of the same storage was not counted when storages were chosen."""
 
 
 def swappable(graph: StepGraph) -> list[int]:
-    """Forward results that may be swapped and that the backward pass or a later op reads again.
+    """Forward results that may be swapped to a tier of the step and that the backward pass or a later op reads again.
 
     Storages that cross between subgraphs stay in memory, since plain code between subgraphs may hold them.
     """
+    least_bytes = min((links.sizes.least_bytes for links in graph.tiers), default=0)
     held = graph.held_to_the_end()
     read = {s for op in graph.ops if op.phase is not Phase.LOSS for s in op.reads}
     subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
@@ -51,7 +49,7 @@ def swappable(graph: StepGraph) -> list[int]:
     return [
         s
         for s, storage in enumerate(graph.storages)
-        if storage.kind is StorageKind.FORWARD and s not in held and s in read and storage.nbytes >= _LEAST_BYTES
+        if storage.kind is StorageKind.FORWARD and s not in held and s in read and storage.nbytes >= least_bytes
     ]
 
 

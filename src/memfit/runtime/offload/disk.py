@@ -25,17 +25,20 @@ import torch
 from numpy.typing import NDArray
 
 from memfit.errors import SwapError
-from memfit.ir.tiers import SLOT_ALIGNMENT, Tier, slot_bytes
+from memfit.ir.tiers import SLOT_ALIGNMENT, Tier, TransferSizes, slot_bytes
 from memfit.runtime.offload.backend import bytes_of
 from memfit.runtime.offload.slots import Places
 from memfit.runtime.offload.swap_file import SwapFile
 
-__all__ = ["BUFFER_BYTES", "DiskSpace"]
+__all__ = ["DiskSpace", "buffer_bytes"]
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = TransferSizes().chunk_bytes
 _TICKET_BYTES = 1024
-BUFFER_BYTES = 2 * (_CHUNK_BYTES + SLOT_ALIGNMENT) + _TICKET_BYTES
-"""Memory that a step in flight takes for the threads' buffers and for its tickets (`memfit.runtime.offload.engine`)."""
+
+
+def buffer_bytes(chunk_bytes: int) -> int:
+    """Memory of a step in flight for the buffers of both threads and its tickets (`memfit.runtime.offload.engine`)."""
+    return 2 * (chunk_bytes + SLOT_ALIGNMENT) + _TICKET_BYTES
 
 
 _Bytes = NDArray[np.uint8] | torch.Tensor
@@ -66,12 +69,13 @@ class _DiskTransfer:
 class DiskSpace:
     """Space in a swap file, see `memfit.runtime.offload.backend.SwapSpace`."""
 
-    def __init__(self, nbytes: int, limit_bytes: int | None = None) -> None:
+    def __init__(self, nbytes: int, limit_bytes: int | None = None, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
         """Allocates space at once.
 
         Args:
             nbytes: bytes for one step.
             limit_bytes: limit for all steps in flight together.
+            chunk_bytes: see `TransferSizes`.
 
         Raises:
             SwapError: if there is no room.
@@ -80,6 +84,7 @@ class DiskSpace:
         self._places = Places(Tier.DISK, limit_bytes, self._extended)
         self._lanes = [ThreadPoolExecutor(1, thread_name_prefix=f"memfit-swap-{way}") for way in ("out", "in")]
         self._buffers: list[NDArray[np.uint8]] = []
+        self._chunk_bytes = chunk_bytes
         self._finalizer = weakref.finalize(self, _close, self._file, self._lanes)
 
     @property
@@ -90,7 +95,7 @@ class DiskSpace:
     def reserve(self, nbytes: int) -> int:
         """See `SwapSpace`."""
         offset = self._places.reserve(nbytes)
-        self._buffers = self._buffers or [_buffer() for _ in self._lanes]
+        self._buffers = self._buffers or [_buffer(self._chunk_bytes) for _ in self._lanes]
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
@@ -140,8 +145,8 @@ def _move(
 ) -> None:
     """Moves bytes chunk by chunk; empties the list, so that the memory is freed before the transfer is done."""
     with _copying(memory, ready) as moved:
-        for start in range(0, len(moved), _CHUNK_BYTES):
-            part = moved[start : start + _CHUNK_BYTES]
+        for start in range(0, len(moved), len(chunk)):
+            part = moved[start : start + len(chunk)]
             copied, whole = chunk[: len(part)], chunk[: slot_bytes(len(part))].data
             if out:
                 _copy(copied, part)
@@ -186,11 +191,11 @@ def _now(tensor: torch.Tensor) -> torch.cuda.Event | None:
     return event
 
 
-def _buffer() -> NDArray[np.uint8]:
+def _buffer(chunk_bytes: int) -> NDArray[np.uint8]:
     """Aligned memory for a chunk, allocated by torch so that memory measurements count it."""
-    memory = torch.empty(_CHUNK_BYTES + SLOT_ALIGNMENT, dtype=torch.uint8, device="cpu")
+    memory = torch.empty(chunk_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % SLOT_ALIGNMENT
-    found: NDArray[np.uint8] = memory[start : start + _CHUNK_BYTES].numpy()
+    found: NDArray[np.uint8] = memory[start : start + chunk_bytes].numpy()
     return found
 
 

@@ -26,21 +26,21 @@ from msgspec import Meta, Struct
 from memfit.errors import MemfitError, PlanFileError, SwapError
 from memfit.ir.fields import Rate, Seconds
 from memfit.ir.jsonfile import read_json, write_json
-from memfit.ir.tiers import Link, Tier, TierLinks
+from memfit.ir.tiers import Link, Tier, TierLinks, TransferSizes
 from memfit.profiling.cost_cache import cache_directory, machine_name
 from memfit.runtime.offload.backend import SwapSpace, Transfer, bytes_of
-from memfit.runtime.offload.disk import BUFFER_BYTES, DiskSpace
+from memfit.runtime.offload.disk import DiskSpace, buffer_bytes
 from memfit.runtime.offload.pinned_host import HostSpace
 from memfit.runtime.offload.swap_file import swap_directory
 
-__all__ = ["Calibration", "LinkSpeed", "calibrate", "calibrated"]
+__all__ = ["Calibration", "LinkSpeed", "calibrate", "calibrated", "keep"]
 
 log = logging.getLogger(__name__)
 
 _VERSION: Literal[1] = 1
 _TRANSFER_BYTES = 32 << 20
 _SECONDS = 0.3
-"""About how long each measurement takes, in seconds."""
+_SIZES = TransferSizes()
 
 
 class LinkSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,18 +79,25 @@ class Calibration:
         device: device of the tensors.
         out: link to the tier.
         into: link from the tier.
+        sizes: which storages are moved, and in which chunks.
     """
 
     tier: Tier
     device: str
     out: LinkSpeed
     into: LinkSpeed
+    sizes: TransferSizes = _SIZES
 
     def links(self, limit_bytes: int | None = None) -> TierLinks:
         """Links of the tier in both directions, with its limit, as planners use them."""
-        buffer_bytes = BUFFER_BYTES if self.tier is Tier.DISK and self.device.startswith("cpu") else 0
+        is_buffered = self.tier is Tier.DISK and self.device.startswith("cpu")
         return TierLinks(
-            tier=self.tier, out=self.out.link, into=self.into.link, limit_bytes=limit_bytes, buffer_bytes=buffer_bytes
+            tier=self.tier,
+            out=self.out.link,
+            into=self.into.link,
+            limit_bytes=limit_bytes,
+            buffer_bytes=buffer_bytes(self.sizes.chunk_bytes) if is_buffered else 0,
+            sizes=self.sizes,
         )
 
 
@@ -100,6 +107,7 @@ class _Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: Literal[1]
     out: LinkSpeed
     into: LinkSpeed
+    sizes: TransferSizes = _SIZES
 
 
 def calibrated(tier: Tier, device: torch.device) -> Calibration:
@@ -111,17 +119,18 @@ def calibrated(tier: Tier, device: torch.device) -> Calibration:
     path = _file(tier, device)
     try:
         read = read_json(path, _Measured)
-        return Calibration(tier=tier, device=str(device), out=read.out, into=read.into)
+        return Calibration(tier=tier, device=str(device), out=read.out, into=read.into, sizes=read.sizes)
     except (OSError, MemfitError):
         return calibrate(tier, device)
 
 
-def calibrate(tier: Tier, device: torch.device) -> Calibration:
+def calibrate(tier: Tier, device: torch.device, *, seconds: float = _SECONDS) -> Calibration:
     """Measures a tier anew and stores the result for this machine.
 
     Args:
         tier: the tier.
         device: of the tensors.
+        seconds: about how long each measurement takes.
 
     Returns:
         The measured calibration.
@@ -141,19 +150,29 @@ def calibrate(tier: Tier, device: torch.device) -> Calibration:
         small = torch.ones(1024, device=device)
         place = space.reserve(_TRANSFER_BYTES)
         speeds = [
-            _speed(move, tensor, small, place, device, pageable)
+            _speed(move, tensor, small, place, pageable, seconds)
             for move, pageable in ((space.out, _pageable_out), (space.into, _pageable_in))
         ]
     finally:
         space.close()
     found = Calibration(tier=tier, device=str(device), out=speeds[0], into=speeds[1])
-    path = _file(tier, device)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(path, _Measured(version=_VERSION, out=found.out, into=found.into))
+        keep(found)
     except (OSError, PlanFileError) as error:
-        log.warning("cannot save measured links to %s: %s", path, error)
+        log.warning("cannot save measured links in %s: %s", cache_directory(), error)
     return found
+
+
+def keep(found: Calibration) -> None:
+    """Stores a calibration for this machine; from now on plans are made with it.
+
+    Raises:
+        OSError: if the file cannot be written.
+        PlanFileError: if a number is not finite.
+    """
+    path = _file(found.tier, torch.device(found.device))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_json(path, _Measured(version=_VERSION, out=found.out, into=found.into, sizes=found.sizes))
 
 
 _Move = Callable[[torch.Tensor, int], Transfer]
@@ -164,25 +183,26 @@ def _speed(
     tensor: torch.Tensor,
     small: torch.Tensor,
     place: int,
-    device: torch.device,
     pageable: Callable[..., None],
+    seconds: float,
 ) -> LinkSpeed:
     """Measures one direction."""
+    device = tensor.device
 
     def transfer(what: torch.Tensor) -> None:
         move(what, place).wait()
         _synchronize(device)
 
     transfer(tensor)
-    alone = _rate(lambda: transfer(tensor), tensor)
+    alone = _rate(lambda: transfer(tensor), tensor, seconds)
     latency = min(_seconds(lambda: transfer(small)) for _ in range(20))
     rates: list[float] = []
     taken: list[float] = []
-    for rate, per_byte in _beside_compute(lambda: move(tensor, place), device):
+    for rate, per_byte in _beside_compute(lambda: move(tensor, place), device, seconds):
         rates.append(rate)
         taken.append(per_byte)
     middle = len(rates) // 2
-    unpinned = _rate(lambda: pageable(tensor), tensor) if device.type == "cuda" else 0.0
+    unpinned = _rate(lambda: pageable(tensor), tensor, seconds) if device.type == "cuda" else 0.0
     return LinkSpeed(
         alone_bytes_per_second=alone,
         bytes_per_second=min(alone, sorted(rates)[middle]),
@@ -192,11 +212,13 @@ def _speed(
     )
 
 
-def _beside_compute(start: Callable[[], Transfer], device: torch.device) -> Iterator[tuple[float, float]]:
+def _beside_compute(
+    start: Callable[[], Transfer], device: torch.device, seconds: float
+) -> Iterator[tuple[float, float]]:
     """Rates in parallel with compute, and compute time lost per byte; compute runs without, with, without transfers."""
     compute = _Compute(device)
     compute.run(3)
-    count = max(4, int(_SECONDS / max(1e-6, _seconds(lambda: compute.run(1)))))
+    count = max(4, int(seconds / max(1e-6, _seconds(lambda: compute.run(1)))))
     for _ in range(3):
         before = _seconds(lambda: compute.run(count))
         moved, transfer = 0, start()
@@ -241,12 +263,12 @@ def _pageable_in(tensor: torch.Tensor) -> None:
     _synchronize(tensor.device)
 
 
-def _rate(run: Callable[[], None], tensor: torch.Tensor) -> float:
+def _rate(run: Callable[[], None], tensor: torch.Tensor, seconds: float) -> float:
     """Bytes per second, the median of several runs."""
-    seconds: list[float] = []
-    while sum(seconds) < _SECONDS / 2 or len(seconds) < 3:
-        seconds.append(_seconds(run))
-    return tensor.untyped_storage().nbytes() / sorted(seconds)[len(seconds) // 2]
+    found: list[float] = []
+    while sum(found) < seconds / 2 or len(found) < 3:
+        found.append(_seconds(run))
+    return tensor.untyped_storage().nbytes() / sorted(found)[len(found) // 2]
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -7,7 +7,7 @@ import torch
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.streaming import tier_bytes
-from memfit.ir.tiers import Tier, slot_bytes
+from memfit.ir.tiers import Tier, TransferSizes, slot_bytes
 from memfit.runtime.offload.backend import SwapSpace
 from memfit.runtime.offload.disk import DiskSpace
 from memfit.runtime.offload.pinned_host import HostSpace
@@ -31,9 +31,14 @@ def open_spaces(graph: StepGraph, program: Program, device: torch.device) -> dic
         nbytes[tier] = nbytes.get(tier, 0) + slot_bytes(graph.storages[storage].nbytes)
     for storage, tier in program.tier_resident().items():
         nbytes[tier] = nbytes.get(tier, 0) + tier_bytes(graph, storage)
-    limits = {links.tier: links.limit_bytes for links in graph.tiers}
+    links_of = {links.tier: links for links in graph.tiers}
     spaces: dict[Tier, SwapSpace] = {}
     for tier, wanted in nbytes.items():
-        limit = limits.get(tier)
-        spaces[tier] = DiskSpace(wanted, limit) if tier is Tier.DISK else HostSpace(wanted, device, limit)
+        links = links_of.get(tier)
+        limit = None if links is None else links.limit_bytes
+        if tier is Tier.HOST:
+            spaces[tier] = HostSpace(wanted, device, limit)
+        else:
+            sizes = TransferSizes() if links is None else links.sizes
+            spaces[tier] = DiskSpace(wanted, limit, chunk_bytes=sizes.chunk_bytes)
     return spaces
