@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.torch_compat import core
 from tests.torch_compat.checks import Checks
@@ -208,7 +209,20 @@ def tracers_are_named() -> None:
     with core.FakeTensorMode():
         called(torch.ones(2))
     core.make_fx(called)(torch.ones(2))
-    assert seen == [None, "torch.jit.trace", *["a tracer with fake tensors"] * 2]
+    with FlopCounterMode(display=False):
+        called(torch.ones(2))
+    assert seen == [None, "torch.jit.trace", *["a tracer with fake tensors"] * 2, "a dispatch mode"]
+
+
+@uses("user_modes_set_aside")
+def modes_of_users_are_not_given_calls_and_come_back() -> None:
+    counted = FlopCounterMode(display=False)
+    with counted:
+        with core.user_modes_set_aside():
+            torch.ones(2, 2).mm(torch.ones(2, 2))
+        assert counted.get_total_flops() == 0
+        torch.ones(2, 2).mm(torch.ones(2, 2))
+    assert counted.get_total_flops() == 16
 
 
 @uses("current_autograd_node", "backward_keeps_graph", "autograd_node_number", "in_backward_pass")

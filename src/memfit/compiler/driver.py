@@ -31,6 +31,7 @@ from memfit.ir.graph import StepGraph
 from memfit.planner.effort import search_limit
 from memfit.planner.offload.streaming_search import least_streaming
 from memfit.refusals import advised, refused
+from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes
 
 __all__ = ["Step", "make_plan", "plan_profiled"]
@@ -51,6 +52,7 @@ Step = tuple[Capture, StepGraph]
 """A captured step and its profiled graph."""
 
 
+@user_modes_set_aside()
 def make_plan(
     model: nn.Module,
     args: Sequence[Any],

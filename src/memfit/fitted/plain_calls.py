@@ -1,8 +1,9 @@
 """Detects calls of a fitted module that its plan does not cover, so that they run the module's own code.
 
 A plan is one forward and one backward pass of autograd on real tensors. Transforms of `torch.func` differentiate or map
-over the call itself, forward-mode differentiation carries tangents through the call, and tracers record the call on
-tensors without memory; all of them need the module's own ops.
+over the call itself, forward-mode differentiation carries tangents through the call, tracers record the call on
+tensors without memory, and a dispatch mode is given each op of the call and may change it; all of them need the
+module's own ops.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ from memfit.pipelining.config import Question
 from memfit.pipelining.partition.forward_graph import PipelineLoss
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.search.device_budgets import Amount, resolve_budgets
+from memfit.torch_compat.core import user_modes_set_aside
 
 __all__ = ["pipeline"]
 
 _BATCH_NORM = ("refuse", "per-microbatch")
 
 
+@user_modes_set_aside()
 def pipeline(
     model: nn.Module,
     args: Sequence[Any] = (),

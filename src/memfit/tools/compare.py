@@ -34,6 +34,7 @@ from memfit.sim.simulator import simulate, simulate_baseline
 from memfit.tools.comparison import Comparison, Row
 from memfit.tools.max_batch import BatchSize, max_batch
 from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
+from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import parse_bytes
 
 __all__ = ["BatchSize", "Comparison", "Row", "budget_bytes", "compare", "max_batch"]
@@ -59,6 +60,7 @@ _IGNORE_BUDGET = frozenset(
 """Strategies whose order does not depend on the budget; names without parameter."""
 
 
+@user_modes_set_aside()
 def compare(
     make_example: Callable[..., Any],
     *,

@@ -40,6 +40,7 @@ from memfit.profiling.profiler import with_rooflines
 from memfit.runtime.offload.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_baseline
 from memfit.tools.baseline_peak import baseline_peak
+from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
@@ -109,6 +110,7 @@ class Estimate:
         return "\n".join(lines)
 
 
+@user_modes_set_aside()
 def estimate(
     model: nn.Module,
     args: Sequence[Any] = (),

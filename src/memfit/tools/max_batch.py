@@ -36,6 +36,7 @@ from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
 from memfit.sim.simulator import simulate, simulate_baseline
 from memfit.tables import Sheet, as_text
+from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes, format_percent
 
 __all__ = ["BatchPoint", "BatchSize", "max_batch"]
@@ -119,6 +120,7 @@ class BatchSize:
         ]
 
 
+@user_modes_set_aside()
 def max_batch(
     model: nn.Module,
     make_args: Callable[[int], Any],

@@ -32,6 +32,7 @@ from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.sim.simulator import simulate_baseline
 from memfit.tables import Sheet, as_text
+from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes
 
 __all__ = ["LargestSize", "SizePoint", "max_size"]
@@ -116,6 +117,7 @@ class LargestSize:
         ]
 
 
+@user_modes_set_aside()
 def max_size(
     make: Callable[[int], Made],
     *,

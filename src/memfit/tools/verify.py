@@ -39,7 +39,7 @@ from memfit.fitted.plan_from_file import verified
 from memfit.profiling.memory import Measurement, measure, steady
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes
-from memfit.torch_compat.core import pytree
+from memfit.torch_compat.core import pytree, user_modes_set_aside
 
 __all__ = ["Check", "Verification", "verify"]
 
@@ -119,6 +119,7 @@ class Verification:
         return not self.differing and self.fits and executed == planned
 
 
+@user_modes_set_aside()
 def verify(
     model: nn.Module,
     args: Sequence[Any],

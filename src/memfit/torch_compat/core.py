@@ -38,7 +38,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, any_torch_dispatch_mode_on_stack
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -100,6 +100,7 @@ __all__ = [
     "tracing",
     "unset_fake_temporarily",
     "use_lazy_graph_module",
+    "user_modes_set_aside",
 ]
 
 functorch_config = torch._functorch.config
@@ -170,14 +171,24 @@ def in_func_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+@contextlib.contextmanager
+def user_modes_set_aside() -> Iterator[None]:
+    """While active, dispatch modes of the user are not given the calls that memfit makes; usable as a decorator."""
+    with disable_current_modes() if any_torch_dispatch_mode_on_stack() else contextlib.nullcontext():
+        yield
+
+
 def op_calls_traced() -> str | None:
-    """Name of the tracer that records the current call; None if none does."""
+    """Name of the tracer or mode that is given each op of the current call; None if none is.
+
+    Modes of torch's own and of memfit do not count: they watch compiled code as well.
+    """
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     keys = torch._C._TorchDispatchModeKey
     if torch._C._get_dispatch_mode(keys.FAKE) or torch._C._get_dispatch_mode(keys.PROXY):
         return "a tracer with fake tensors"
-    return None
+    return "a dispatch mode" if any_torch_dispatch_mode_on_stack() else None
 
 
 def storage_references(storage: torch.UntypedStorage) -> int | None:
