@@ -109,11 +109,10 @@ def test_wherever_it_is_cut_devices_take_what_is_predicted() -> None:
     forward = capture_forward(model, args, {}, target, tokens_loss)
     question = Question(num_devices=2, num_microbatches=count, schedule="1f1b")
     make = functools.partial(
-        *(make_pipeline_plan, model, [(forward, part)], leaves, sizes),
+        *(make_pipeline_plan, TracedLosses(model=model, loss_fn=tokens_loss, leaves=leaves, spec=spec)),
+        forwards=[(forward, part)],
+        sizes=sizes,
         device=x.device,
-        loss_fn=tokens_loss,
-        spec=spec,
-        traced=TracedLosses(model=model, loss_fn=tokens_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
     for cut, policy in itertools.product(find_cuts(forward), ("never", "always")):
@@ -172,11 +171,10 @@ def test_a_deferred_part_holds_no_graph() -> None:
     forward = capture_forward(model, args, {}, target, nn.functional.mse_loss)
     question = Question(num_devices=3, num_microbatches=6, schedule="zero-bubble")
     make = functools.partial(
-        *(make_pipeline_plan, model, [(forward, part)], leaves, sizes),
+        *(make_pipeline_plan, TracedLosses(model=model, loss_fn=nn.functional.mse_loss, leaves=leaves, spec=spec)),
+        forwards=[(forward, part)],
+        sizes=sizes,
         device=x.device,
-        loss_fn=nn.functional.mse_loss,
-        spec=spec,
-        traced=TracedLosses(model=model, loss_fn=nn.functional.mse_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
     made = make(question=question, fixed=structs.replace(free, cuts=(2, 15))).plan

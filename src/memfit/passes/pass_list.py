@@ -38,7 +38,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """Choices that passes depend on; see `memfit.passes.read_joint.read_joint` for the fields."""
+    """Choices that passes depend on.
+
+    Attributes:
+        num_forward_outputs: how many outputs of the joint graph belong to the forward pass.
+        separate: whether a weight gradient is made part by part, given its `separable_key`
+            (`memfit.passes.concat_weight_gradients`).
+        grid: for the lever `tile`, the numbers of tiles into which samples may be cut along height and width, such as
+            (4, 1), and the number of parts of the batch, such as (1, 1, 8); without the number of parts, the batch is
+            cut as is best for the cache. Gradients are then the same only up to rounding, and ops of both passes can
+            run slice by slice not only when they are recomputed. Empty without the lever.
+        as_made: whether ops that can add accumulated gradients directly do so (`memfit.ops.accumulation`).
+        cast_once: the inputs that autocast casts once (`memfit.capture.eager.cast_weights`).
+    """
 
     num_forward_outputs: int
     separate: Callable[[str], bool]

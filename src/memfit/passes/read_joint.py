@@ -13,7 +13,6 @@ Known limits: static shapes only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -48,33 +47,21 @@ _NEAR = 1000
 
 def read_joint(
     module: fx.GraphModule,
-    num_forward_outputs: int,
+    settings: PassSettings,
     *,
-    separate: Callable[[str], bool],
     in_place: frozenset[str] = frozenset(),
-    grid: tuple[int, ...] = (),
     accumulated: frozenset[int] = frozenset(),
-    as_made: bool = False,
     replaced: bool = False,
-    cast_once: frozenset[int] = frozenset(),
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
     Args:
         module: the joint graph; rewritten in place.
-        num_forward_outputs: how many outputs belong to the forward pass.
-        separate: whether a weight gradient is made part by part, given its `separable_key`
-            (`memfit.passes.concat_weight_gradients`).
+        settings: the choices that the rewrites depend on.
         in_place: nodes of Dynamo's graph that write over their operand.
-        grid: for the lever `tile`, the numbers of tiles into which samples may be cut along height and width, such as
-            (4, 1), and the number of parts of the batch, such as (1, 1, 8); without the number of parts, the batch is
-            cut as is best for the cache. Gradients are then the same only up to rounding, and ops of both passes can
-            run slice by slice not only when they are recomputed. Empty without the lever.
         accumulated: inputs whose gradients are added to existing gradients when made
             (`memfit.runtime.grad_accumulation`).
-        as_made: whether ops that can add these gradients directly do so (`memfit.ops.accumulation`).
         replaced: whether the marks of the model's own checkpoints are ignored.
-        cast_once: the inputs that autocast casts once (`memfit.capture.eager.cast_weights`).
 
     Returns:
         Ops, storages, and the nodes that share each storage.
@@ -84,12 +71,8 @@ def read_joint(
         CaptureError: if the model checkpoints itself.
     """
     _refuse_unplannable(module.graph, replaced=replaced)
-    run_passes(
-        module,
-        PassSettings(
-            num_forward_outputs=num_forward_outputs, separate=separate, grid=grid, as_made=as_made, cast_once=cast_once
-        ),
-    )
+    run_passes(module, settings)
+    num_forward_outputs, grid = settings.num_forward_outputs, settings.grid
     graph = module.graph
     outputs = _output_nodes(graph)
     forward = forward_nodes(graph, outputs[:num_forward_outputs])
@@ -98,7 +81,7 @@ def read_joint(
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
     added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
     added_as_made = frozenset[int]()
-    if as_made and not grid:
+    if settings.as_made and not grid:
         added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
     for storage in added_as_made:
         storages[storage] = replace(storages[storage], nbytes=0)
@@ -128,7 +111,7 @@ def read_joint(
         separable=tuple(separable_weight_gradients(graph)),
         grid=grid,
         accumulated=added,
-        as_made=as_made,
+        as_made=settings.as_made,
         added_as_made=added_as_made,
     )
 

@@ -271,10 +271,7 @@ class Pipeline:
             forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
             if processes.is_first(self._groups):
                 made = make_pipeline_plan(
-                    *(self.model, forwards, leaves, sizes, question, self._device),
-                    loss_fn=self._loss_fn,
-                    spec=spec,
-                    traced=traced,
+                    *(traced, forwards, sizes, question, self._device),
                     fixed=self._any().plan if self._prepared else None,
                 )
                 compiled, document = made.compiled, encode_pipeline(made.plan)

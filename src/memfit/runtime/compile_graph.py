@@ -49,6 +49,7 @@ from memfit.errors import PlanMismatchError
 from memfit.fxir.refused import UnplannableGraphError
 from memfit.fxir.user_lines import user_line
 from memfit.ops.accumulation import Accumulate
+from memfit.passes.pass_list import PassSettings
 from memfit.passes.read_joint import read_joint
 from memfit.runtime.boxed_call import boxed
 from memfit.runtime.deferred_backward import Later
@@ -325,15 +326,14 @@ def _partition(
     return_each_term(joint, num_fwd_outputs, graph.repeated)
     subgraph.reached = _reached(joint, num_fwd_outputs, graph.by_autograd)
     subgraph.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
-    reading = read_joint(
-        *(joint, num_fwd_outputs),
+    settings = PassSettings(
+        num_forward_outputs=num_fwd_outputs,
         separate=of.separated.__contains__,
         grid=of.grid,
-        accumulated=graph.accumulated,
         as_made=any(program.accumulate is Accumulate.AS_MADE for program in of.programs),
-        replaced=of.capture.subgraphs.replaced,
         cast_once=graph.casts,
     )
+    reading = read_joint(joint, settings, accumulated=graph.accumulated, replaced=of.capture.subgraphs.replaced)
     graph.digest = reading_digest(reading)
     places = of.places.get(graph.digest, ())
     if not places or (graph.by_run and of.programs[graph.own_runs[run]].digest != graph.digest):

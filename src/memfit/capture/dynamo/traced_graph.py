@@ -34,6 +34,7 @@ from memfit.capture.gradients.shared_inputs import (
 from memfit.capture.gradients.tangents import Strides, strides_of_input_gradients
 from memfit.fxir.joint import JointReading
 from memfit.ops.accumulation import Accumulate
+from memfit.passes.pass_list import PassSettings
 from memfit.passes.read_joint import read_joint
 from memfit.torch_compat.core import FakeTensorMode, TracingContext, tracing
 
@@ -148,16 +149,20 @@ class JointTrace:
             UnplannableGraphError: if it cannot be planned.
         """
         reader = self.reader
+        settings = PassSettings(
+            num_forward_outputs=self.num_forward_outputs,
+            separate=reader.separate,
+            grid=reader.grid,
+            as_made=reader.accumulate is Accumulate.AS_MADE,
+            cast_once=self.cast_once,
+        )
         with as_it_was(self.graph):  # results of new nodes get the kernels' strides, without autocast around `fit`
             return read_joint(
-                *(copied(self.joint), self.num_forward_outputs),
-                separate=reader.separate,
+                copied(self.joint),
+                settings,
                 in_place=self.in_place,
-                grid=reader.grid,
                 accumulated=self.accumulated,
-                as_made=reader.accumulate is Accumulate.AS_MADE,
                 replaced=reader.replaced,
-                cast_once=self.cast_once,
             )
 
     def read_in_other_way(self, *, separate: Callable[[str], bool], grid: tuple[int, ...]) -> JointTrace:

@@ -27,7 +27,7 @@ from memfit.pipelining.loss.microbatches import batch_size, cut_batch, first_sam
 from memfit.pipelining.loss.sample_independence import check_halves, refuse_batch_norm, refuse_mixing
 from memfit.pipelining.loss.scaling import loss_shares, read_loss
 from memfit.pipelining.loss.traced import TracedLosses
-from memfit.pipelining.partition.forward_graph import ForwardGraph, PipelineLoss, loss_of
+from memfit.pipelining.partition.forward_graph import ForwardGraph, loss_of
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.runtime.build import CompiledStage, compile_stage, engine_stages
 from memfit.pipelining.runtime.isolated_run import run_alone
@@ -63,30 +63,22 @@ class Made:
 
 
 def make_pipeline_plan(
-    model: nn.Module,
+    traced: TracedLosses,
     forwards: Forwards,
-    leaves: Sequence[Any],
     sizes: Sequence[int],
     question: Question,
     device: torch.device,
     *,
-    loss_fn: PipelineLoss | None,
-    spec: Any,
-    traced: TracedLosses,
     fixed: PipelinePlan | None = None,
 ) -> Made:
     """Plans batches of one shape.
 
     Args:
-        model: in training mode.
+        traced: the model in training mode, its loss, and the batch.
         forwards: model and loss, traced on the first micro-batch, with its inputs; and on the last, if that is smaller.
-        leaves: the inputs of the batch.
         sizes: the samples of each micro-batch.
         question: requirements for the pipeline.
         device: of the model.
-        loss_fn: the loss.
-        spec: the tree of the inputs, to put the leaves together.
-        traced: the model and its loss as ops.
         fixed: a plan whose cuts and schedule the new plan must have, if the model is cut already.
 
     Raises:
@@ -94,10 +86,10 @@ def make_pipeline_plan(
         CaptureError: if gradients would change.
     """
     forward, part = forwards[0]
-    parts = cut_batch(leaves, sizes)
+    parts = cut_batch(traced.leaves, sizes)
     if len(sizes) > 1 and not question.allow_batch_norm:
-        refuse_batch_norm(forward, model)
-        _check_samples(model, forwards, leaves, sizes, spec, loss_fn, traced)
+        refuse_batch_norm(forward, traced.model)
+        _check_samples(traced, forwards, sizes)
     target = question.budget_bytes
     for _ in range(PROVING_RUNS):
         asked = replace(question, budget_bytes=target)
@@ -111,7 +103,7 @@ def make_pipeline_plan(
         made = Made(plan=plan, compiled=_compiled(plan, found.stages, last, first_only=question.in_processes))
         if not question.prove or question.in_processes:  # several processes prove it together, with transfers
             return made
-        peaks = _measured_peaks(model, made, parts, question, device)
+        peaks = _measured_peaks(traced.model, made, parts, question, device)
         made = replace(made, plan=structs.replace(plan, measured_peak_bytes=tuple(peaks)))
         if question.budget_bytes is None or target is None or fits(peaks, question.budget_bytes):
             return made
@@ -180,23 +172,16 @@ def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question:
     return total
 
 
-def _check_samples(
-    model: nn.Module,
-    forwards: Forwards,
-    leaves: Sequence[Any],
-    sizes: Sequence[int],
-    spec: Any,
-    loss_fn: Any,
-    traced: TracedLosses,
-) -> None:
+def _check_samples(traced: TracedLosses, forwards: Forwards, sizes: Sequence[int]) -> None:
     """Checks, by shapes and by a trial on a few samples, that the losses of micro-batches add up to the loss."""
+    model, leaves = traced.model, traced.leaves
     batch = batch_size(leaves)
     for size, forward in zip((sizes[0], sizes[-1]), forwards, strict=False):
         traced.of(size, forward)
 
     def loss(part: Sequence[Any]) -> torch.Tensor:
-        args, kwargs, target = spec.unflatten(part)
-        return loss_of(model, args, kwargs, target, loss_fn)
+        args, kwargs, target = traced.spec.unflatten(part)
+        return loss_of(model, args, kwargs, target, traced.loss_fn)
 
     # A single sample is often a special case, which shows nothing about other numbers of samples.
     few, more = sorted([sizes[0] if sizes[0] > 1 else 2, 3 if sizes[0] <= 2 else 2]) if batch > 2 else (1, 2)

@@ -32,7 +32,7 @@ from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import placed_on_tiers, swappable, swapping_step
 from memfit.planner.offload.streaming_search import find_streaming
 from memfit.planner.offload.transfer_schedule import ahead_of_use, with_transfers
-from memfit.planner.search.min_memory import LEAST_TRIES
+from memfit.planner.search.min_memory import LastResort
 from memfit.planner.search.portfolio import CLOSE, Found, Moves, Progress, find_order
 from memfit.sim.simulator import Timeline, simulate
 
@@ -44,6 +44,8 @@ _LINK_SHARES = (1.0, 0.85, 0.7)
 _SPILLED = 0.96
 """Share of the budget to which orders are spilled, so that room is left for storages that come back early."""
 
+_LAST_RESORT = LastResort()
+
 
 def find_program(
     graph: StepGraph,
@@ -51,8 +53,7 @@ def find_program(
     *,
     seconds: float = 8.0,
     progress: Progress | None = None,
-    least_tries: int = LEAST_TRIES,
-    last_resort: bool = True,
+    last_resort: LastResort = _LAST_RESORT,
     any_speed: bool = False,
     effort: Effort | None = None,
 ) -> Found:
@@ -64,7 +65,6 @@ def find_program(
         seconds: work of the search without swaps in nominal seconds, see `find_order`; with tiers the whole search
             takes up to twice as much.
         progress: called with a line of text for each attempt.
-        least_tries: see `find_order`; for a step without tiers.
         last_resort: see `find_order`; for a step without tiers.
         any_speed: whether any program that fits is good enough.
         effort: counts the work.
@@ -79,7 +79,6 @@ def find_program(
         *(graph, budget_bytes),
         seconds=search_limit(seconds),
         progress=progress,
-        least_tries=least_tries,
         last_resort=last_resort,
         any_speed=any_speed,
         effort=Effort(effort),
@@ -93,8 +92,7 @@ def _search(
     *,
     seconds: float,
     progress: Progress | None,
-    least_tries: int,
-    last_resort: bool,
+    last_resort: LastResort,
     any_speed: bool,
     effort: Effort,
 ) -> Found:
@@ -109,7 +107,6 @@ def _search(
             *(alone, budget_bytes),
             seconds=seconds,
             progress=progress,
-            least_tries=least_tries,
             last_resort=last_resort,
             any_speed=any_speed,
             effort=effort,

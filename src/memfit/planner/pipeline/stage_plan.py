@@ -24,6 +24,7 @@ from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import program_within
 from memfit.planner.offload.search import find_program
 from memfit.planner.pipeline.device_memory import StageMemory
+from memfit.planner.search.min_memory import LastResort
 from memfit.planner.search.segments import segment_order
 from memfit.sim.simulator import Timeline, simulate
 
@@ -128,8 +129,7 @@ def plan_stage(
         found = find_program(
             *(limited, budget_bytes),
             seconds=seconds,
-            least_tries=_LEAST_TRIES,
-            last_resort=last_resort,
+            last_resort=LastResort(tries=_LEAST_TRIES, stops_early=last_resort),
             effort=effort,
         )
     except BudgetError:

@@ -69,6 +69,23 @@ class _Model:
     rerun: dict[tuple[int, int], int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Constraints:
+    """What every selection must satisfy.
+
+    Attributes:
+        starts: the first op of each epoch.
+        needs: the storages that each epoch needs.
+        base: for each instant, the bytes that every selection takes.
+        room: the bytes that may be alive at an instant, for the instants that are constrained so far.
+    """
+
+    starts: Sequence[int]
+    needs: Sequence[Needs]
+    base: NDArray[np.int64]
+    room: dict[int, float]
+
+
 def select_over_time(
     graph: StepGraph,
     budget_bytes: int,
@@ -98,10 +115,10 @@ def select_over_time(
     starts = epoch_starts(graph, epochs)
     needs = [needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)]
     effort = effort or Effort()
-    base = _backward_base(graph)
-    room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
+    room = {graph.loss_index: float(budget_bytes)}
+    constraints = _Constraints(starts=starts, needs=needs, base=_backward_base(graph), room=room)
     for _ in range(rounds):
-        saved = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap, effort)
+        saved = _solve(graph, constraints, budget_bytes, forced, seconds, gap, effort)
         if saved is None:
             break
         order = lazy_order(graph, saved[0], dict(zip(starts[1:], saved[1:], strict=True)))
@@ -113,21 +130,19 @@ def select_over_time(
         )
         if timeline.peak_bytes <= budget_bytes * _NEAR:
             break
-        _tighten(graph, base, program, timeline.bytes_at, budget_bytes, room)
+        _tighten(graph, constraints, program, timeline.bytes_at, budget_bytes)
 
 
 def _solve(
     graph: StepGraph,
-    starts: Sequence[int],
-    needs: Sequence[Needs],
-    base: NDArray[np.int64],
-    room: dict[int, float],
+    constraints: _Constraints,
     budget_bytes: int,
     forced: Collection[int],
     seconds: float,
     gap: float,
     effort: Effort,
 ) -> list[frozenset[int]] | None:
+    starts, needs = constraints.starts, constraints.needs
     model = _Model(problem=Milp(), keep={}, rerun={})
     producer = graph.producers()
     held = graph.held_to_the_end()
@@ -157,11 +172,11 @@ def _solve(
     for epoch, need in enumerate(needs):
         _add_epoch(graph, model, producer, epoch, need)
     fixed = sum(graph.storages[s].nbytes for s in always)
-    for instant, room_bytes in room.items():
+    for instant, room_bytes in constraints.room.items():
         epoch = max(e for e, start in enumerate(starts) if start <= instant or e == 0)
         terms = _memory_row(graph, model, producer, epoch, needs[epoch], instant, graph.loss_index)
-        model.problem.row(terms, upper=(room_bytes - float(base[instant]) - fixed) / _MIB)
-    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(room) > 1, effort=effort)
+        model.problem.row(terms, upper=(room_bytes - float(constraints.base[instant]) - fixed) / _MIB)
+    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(constraints.room) > 1, effort=effort)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         return None
     chosen: list[set[int]] = [set(always) for _ in needs]
@@ -286,14 +301,10 @@ def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
 
 
 def _tighten(
-    graph: StepGraph,
-    base: NDArray[np.int64],
-    program: Program,
-    bytes_at: tuple[int, ...],
-    budget_bytes: int,
-    room: dict[int, float],
+    graph: StepGraph, constraints: _Constraints, program: Program, bytes_at: tuple[int, ...], budget_bytes: int
 ) -> None:
     """Adds the instants that overflow, and reduces the room of those that overflow although they are constrained."""
+    room = constraints.room
     peaks = _peak_by_backward_op(graph, program, bytes_at)
     over = {t: p for t, p in peaks.items() if p > budget_bytes}
     for instant in _local_maxima(over):
@@ -303,7 +314,7 @@ def _tighten(
             room[instant] -= (over[instant] - budget_bytes) / 2
     # The room of an instant cannot be less than the memory that every selection takes at it.
     for instant, room_bytes in room.items():
-        room[instant] = max(room_bytes, float(base[instant]))
+        room[instant] = max(room_bytes, float(constraints.base[instant]))
 
 
 def _peak_by_backward_op(graph: StepGraph, program: Program, bytes_at: tuple[int, ...]) -> dict[int, int]:

@@ -8,6 +8,7 @@ lower bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import program_of
@@ -18,7 +19,7 @@ from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
 from memfit.planner.search.spill_and_fill import spill
 from memfit.sim.simulator import simulate
 
-__all__ = ["LEAST_TRIES", "least_budget", "least_order"]
+__all__ = ["LEAST_TRIES", "LastResort", "least_budget", "least_order"]
 
 LEAST_TRIES = 12
 """Number of times the interval of the least peak is halved; enough to come near any least peak."""
@@ -41,6 +42,19 @@ _LEAST_SECONDS = 1.0
 
 _ROUNDS = 400_000
 """Rounds of drops tried for one target, times the number of ops of the step: this work takes some seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastResort:
+    """The search for an order of any speed, after a search for fast ones found none.
+
+    Attributes:
+        tries: how often to halve the interval of the least budget, which an error states.
+        stops_early: whether the first order within the budget is good enough; otherwise only the error is wanted.
+    """
+
+    tries: int = LEAST_TRIES
+    stops_early: bool = True
 
 
 def least_budget(graph: StepGraph, order: Sequence[int]) -> int:

@@ -32,7 +32,7 @@ from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.cutting_planes import select_over_time
 from memfit.planner.search.iterated_local_search import Pool, varied
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
-from memfit.planner.search.min_memory import LEAST_TRIES, least_budget, least_order
+from memfit.planner.search.min_memory import LastResort, least_budget, least_order
 from memfit.planner.search.spill_and_fill import fill, spill
 from memfit.sim.simulator import Timeline, simulate
 
@@ -41,6 +41,7 @@ __all__ = ["CLOSE", "PROGRAM_WORK", "Found", "Moves", "Progress", "auto_order", 
 CLOSE = 0.01
 """The search stops when the extra time exceeds the bound by less than this share of the step time."""
 
+_LAST_RESORT = LastResort()
 _FAR = 0.025
 """The search gets more time while the extra time is further from the bound than this share."""
 
@@ -114,8 +115,7 @@ def find_order(
     seconds: float = 8.0,
     progress: Progress | None = None,
     moves: Moves | None = None,
-    least_tries: int = LEAST_TRIES,
-    last_resort: bool = True,
+    last_resort: LastResort = _LAST_RESORT,
     any_speed: bool = False,
     effort: Effort | None = None,
 ) -> Found:
@@ -128,8 +128,7 @@ def find_order(
             step, three quarters of `seconds`, up to twice `seconds` while very far from the bound.
         progress: called with the name of each start.
         moves: functions for swaps, if second runs of ops stand for swaps.
-        least_tries: how often to halve the interval of the least budget, which an error states.
-        last_resort: whether to search for an order of any speed if none is found in time.
+        last_resort: the search for an order of any speed if none is found in time.
         any_speed: whether to search for an order of any speed only, without bounds.
         effort: counts the work.
 
@@ -202,8 +201,8 @@ def find_order(
     if best is None:
         least = least_order(
             *(lean,),
-            tries=least_tries,
-            enough_bytes=budget_bytes if last_resort else 0,
+            tries=last_resort.tries,
+            enough_bytes=budget_bytes if last_resort.stops_early else 0,
             seconds=seconds,
             effort=own,
         )
