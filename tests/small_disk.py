@@ -12,7 +12,7 @@ from memfit.runtime.offload.link_benchmark import Calibration, LinkSpeed, keep
 
 __all__ = ["keep_disk", "make_small_disk"]
 
-SMALL = TransferSizes(chunk_bytes=2 * SLOT_ALIGNMENT, least_bytes=1024, least_resident_bytes=1024)
+SMALL = TransferSizes(chunk_bytes=2 * SLOT_ALIGNMENT, least_bytes=1024, least_tier_resident_bytes=1024)
 
 
 def keep_disk(bytes_per_second: float, sizes: TransferSizes = TransferSizes(), device: str = "cpu") -> None:  # noqa: B008

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from memfit.ir.graph import StepGraph, StorageKind
-from memfit.ir.instructions import Compute, Free, Instruction, Resident, SwapIn, SwapOut, computes_in
+from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut, TierResident, computes_in
 from memfit.ir.program import Program
 from memfit.ir.slicing import SMALL_SUM_BYTES
 from memfit.sim.simulator import simulate
@@ -36,7 +36,7 @@ class Machine:
         return self.graph.static_bytes + sum(storages[s].nbytes for s in self.blocks if s not in elsewhere)
 
     def run_alone(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Resident):
+        if isinstance(instruction, TierResident):
             return
         if isinstance(instruction, Free):
             del self.blocks[instruction.storage]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph
-from memfit.ir.instructions import Free, Resident, SwapIn, SwapOut
+from memfit.ir.instructions import Free, SwapIn, SwapOut, TierResident
 from memfit.ir.jsonfile import as_document, record_of
 from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.streaming import streamable, streaming_step, tier_bytes
@@ -26,7 +26,7 @@ from tests.sim.test_fusion import chain
 
 def streaming(graph: StepGraph, placed: dict[int, Tier], order: list[int]) -> Program:
     """The program of an order in which some storages live on tiers."""
-    named = tuple(Resident(s, tier) for s, tier in placed.items())
+    named = tuple(TierResident(s, tier) for s, tier in placed.items())
     return Program(instructions=(*named, *program_of(streaming_step(graph, placed), order).instructions))
 
 
@@ -54,7 +54,7 @@ def test_programs_that_stream_are_right(case: tuple[StepGraph, Program]) -> None
 def test_a_program_that_streams_is_one_of_the_streaming_step(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     placed = program.tier_resident()
-    of_step = Program(instructions=tuple(i for i in program.instructions if not isinstance(i, Resident)))
+    of_step = Program(instructions=tuple(i for i in program.instructions if not isinstance(i, TierResident)))
     given_names, alone = simulate(graph, program), simulate(streaming_step(graph, placed), of_step)
     assert (given_names.peak_bytes, given_names.step_seconds) == (alone.peak_bytes, alone.step_seconds)
     assert given_names.plain_seconds == graph.plain_seconds
@@ -114,8 +114,8 @@ def test_the_specification_says_what_is_wrong() -> None:
     cases = [
         (graph, (*names, *names, *rest), "too late, twice"),
         (graph, (*rest, *names), "too late, twice"),
-        (graph, (Resident(4, Tier.DISK), *rest), "not all ops touch slices"),
-        (graph, (Resident(99, Tier.DISK), *rest), "the step has 7 storages"),
+        (graph, (TierResident(4, Tier.DISK), *rest), "not all ops touch slices"),
+        (graph, (TierResident(99, Tier.DISK), *rest), "the step has 7 storages"),
         (
             graph,
             (*names, *program_of(graph, baseline_order(graph), fuse=False).instructions),

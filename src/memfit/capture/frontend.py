@@ -1,13 +1,15 @@
 """Front ends: they find the graphs of a module's call, and run what stands for them.
 
 Capture needs the operations of a forward pass as FX graphs, and a planned step needs something that runs the module's
-own code with other functions in place of these graphs. Which code does both is a choice of its own, so the rest of
-memfit knows only the protocol `Frontend`. It has two members: Dynamo (`memfit.capture.dynamo.compiled_call`), which
-traces the code of any module and guards what it found; and graphs that were traced before
-(`memfit.capture.fx_module`), which need neither.
+own code with other functions in place of these graphs. Which code does both is a choice of its own; the protocol
+`Frontend` says what it must do. It has two members: Dynamo (`memfit.capture.dynamo.compiled_call`), which traces the
+code of any module and guards what it found; and graphs that were traced before (`memfit.capture.fx_module`), which need
+neither.
 
-Known limits: a front end hands over FX graphs of torch's functions. A framework without them needs a capture and a
-runtime of its own; planning, simulation and strategies do not depend on torch.
+Known limits: the runtime asks Dynamo whether code ran before a graph (`call_has_begun`) and runs calls that Dynamo
+keeps (`DynamoCall`); for another front end the answers are "no" and "none". A front end hands over FX graphs of torch's
+functions. A framework without them needs a capture and a runtime of its own; planning, simulation and strategies do not
+depend on torch.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class Frontend(Protocol):
 
         Returns:
             A function that takes the arguments of the module and returns its output. It runs the module's code, with
-            the functions that the backend returned in place of the graphs. Where the code or its inputs are no longer
-            those of a graph, it hands over another graph or raises; it never runs a graph that does not fit.
+            the functions that the backend returned in place of the graphs. Where the code takes another way than a
+            graph, it hands over another graph or raises. The caller sees to it that shapes and dtypes are the same in
+            all calls.
         """
         ...
 

@@ -66,7 +66,7 @@ def residents_of(
     of_state = {name: cost.by_parameter.get(id(parameter), 0) for name, parameter in parameters.items()}
     shared = cost.state_bytes - sum(of_state.values())
     for kind, nbytes_of in (
-        (ResidentKind.OPTIMIZER_STATE, {**of_state, "of all parameters": shared}),
+        (ResidentKind.OPTIMIZER_STATE, {**of_state, "shared, or of other parameters": shared}),
         (ResidentKind.GRADIENT, _coming_gradients(parameters, subgraphs)),
         (ResidentKind.PLAIN_CODE, {"between graphs": _between_bytes(model, subgraphs, device_type)}),
         (ResidentKind.LOSS, {"kept from step to step": loss.kept_bytes}),

@@ -31,7 +31,6 @@ from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError
 from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.planner.analysis.explain import binding_place
-from memfit.profiling.library_workspace import library_bytes
 from memfit.profiling.memory import Measurement, measure, steady
 from memfit.refusals import refusal, refused
 from memfit.runtime.executable import PlannedCall, compile_program
@@ -227,7 +226,7 @@ def _measured_peak(step: ProvingStep, plan: CompiledPlan, call: PlannedCall) -> 
     assert plan.planned is not None
     # Memory of code between subgraphs and of libraries is measured here, so it is not part of the start.
     graph, device = plan.planned.graph, device_of(step.model)
-    start = graph.static_bytes - bytes_of(graph.residents, ResidentKind.PLAIN_CODE) - library_bytes(graph, device)
+    start = graph.static_bytes - bytes_of(graph.residents, ResidentKind.PLAIN_CODE, ResidentKind.LIBRARY)
 
     def once() -> Measurement:
         return measure(lambda: step.run(call), device=device, warmup=0, repeats=0, start_bytes=start)

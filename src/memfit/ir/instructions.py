@@ -20,7 +20,7 @@ __all__ = [
     "Compute",
     "Free",
     "Instruction",
-    "Resident",
+    "TierResident",
     "SwapIn",
     "SwapOut",
     "computes_in",
@@ -78,7 +78,7 @@ class SwapIn(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fiel
     storage: Index
 
 
-class Resident(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True, tag="t"):
+class TierResident(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True, tag="t"):
     """A storage is tier-resident (`memfit.ir.streaming`); this is said before any op runs."""
 
     fused: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class Resident(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fi
     tier: Tier
 
 
-Instruction = Compute | Free | SwapOut | SwapIn | Resident
+Instruction = Compute | Free | SwapOut | SwapIn | TierResident
 """One step of a program."""
 
 

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct, structs
 
 from memfit.ir.fusion import Fusion, fusions, overwritten, runs_by_slices
 from memfit.ir.graph import Op, Phase, StepGraph
-from memfit.ir.instructions import Compute, Free, Instruction, Resident, SwapOut
+from memfit.ir.instructions import Compute, Free, Instruction, SwapOut, TierResident
 from memfit.ir.streaming import streams
 from memfit.ir.tiers import Tier
 
@@ -57,11 +57,11 @@ class Program(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def tier_resident(self) -> dict[int, Tier]:
         """Tier-resident storages, with their tiers."""
-        return {i.storage: i.tier for i in self.instructions if isinstance(i, Resident)}
+        return {i.storage: i.tier for i in self.instructions if isinstance(i, TierResident)}
 
     def tiers(self) -> list[Tier]:
         """The tiers that the program uses, in the order of their first use."""
-        return list(dict.fromkeys(i.tier for i in self.instructions if isinstance(i, SwapOut | Resident)))
+        return list(dict.fromkeys(i.tier for i in self.instructions if isinstance(i, SwapOut | TierResident)))
 
     def recomputed(self) -> list[int]:
         """Recomputed ops, one entry for every extra run, in order."""

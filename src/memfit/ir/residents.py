@@ -23,7 +23,7 @@ class ResidentKind(StrEnum):
     BUFFER = "buffer"
     INPUT = "input"
     GRADIENT = "gradient"
-    """A gradient that exists before the step, or that code outside of the graphs makes."""
+    """A gradient that exists before the step, or that is added up from step to step."""
 
     OPTIMIZER_STATE = "optimizer state"
     """As from the second step on."""
@@ -32,7 +32,7 @@ class ResidentKind(StrEnum):
     """Tensors that the loss keeps from one step to the next."""
 
     PLAIN_CODE = "plain code"
-    """Tensors that code between graphs holds."""
+    """Tensors that code between graphs holds, and gradients of parameters that only this code uses."""
 
     LIBRARY = "library"
     """Workspaces that libraries allocate once."""

@@ -6,9 +6,9 @@ swapped out when it is made, and swapped in when it is read, one slice ahead of 
 other whole, and that no recomputation can free, take the memory of a few slices. This is swapping at the grain of a
 slice; as in out-of-core algorithms, only the slices that compute works on are in memory.
 
-A program names such storages before any op runs (`memfit.ir.instructions.Resident`). It is then a program of a changed
-step, in which these storages have no size and ops that touch them run in slices only (`streaming_step`). Planners work
-on that step as on any other, and the simulator turns a program that streams into a program of that step.
+A program names such storages before any op runs (`memfit.ir.instructions.TierResident`). It is then a program of a
+changed step, in which these storages have no size and ops that touch them run in slices only (`streaming_step`).
+Planners work on that step as on any other, and the simulator turns a program that streams into a program of that step.
 
 Known limits: slices are cut along samples; a tile in space is cut out of the slice of its samples, which comes whole.
 Every copy of a storage lives on its tier until the step ends.
@@ -49,7 +49,7 @@ def streamable(graph: StepGraph, *, least_bytes: int | None = None) -> list[int]
         graph: a tiled step.
         least_bytes: smaller storages are left out; None for the size from which the tiers of the step move slices.
     """
-    of_tiers = min((links.sizes.least_resident_bytes for links in graph.tiers), default=0)
+    of_tiers = min((links.sizes.least_tier_resident_bytes for links in graph.tiers), default=0)
     least = of_tiers if least_bytes is None else least_bytes
     large = (s for s, storage in enumerate(graph.storages) if storage.whole_bytes >= least)
     users = _users(graph)

@@ -10,10 +10,11 @@ Known limits: a rate does not depend on the ops that run meanwhile, nor on trans
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from memfit.ir.fields import Bytes, Count, Rate, Seconds
+from memfit.ir.fields import Bytes, Rate, Seconds
 
 __all__ = ["SLOT_ALIGNMENT", "Lanes", "Link", "Tier", "TierLinks", "TransferSizes", "slot_bytes"]
 
@@ -53,14 +54,15 @@ class TransferSizes(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """Sizes from which transfers to a tier are worth their latency.
 
     Attributes:
-        chunk_bytes: the disk moves a storage in chunks of so many bytes, each through a buffer.
+        chunk_bytes: the disk moves a storage in chunks of so many bytes, each through a buffer; a multiple of
+            `SLOT_ALIGNMENT`.
         least_bytes: smaller storages are not swapped.
-        least_resident_bytes: smaller storages do not live on the tier, since their slices are smaller still.
+        least_tier_resident_bytes: smaller storages do not live on the tier, since their slices are smaller still.
     """
 
-    chunk_bytes: Count = 1 << 20
+    chunk_bytes: Annotated[int, Meta(ge=SLOT_ALIGNMENT, le=2**30, multiple_of=SLOT_ALIGNMENT)] = 1 << 20
     least_bytes: Bytes = 1 << 16
-    least_resident_bytes: Bytes = 1 << 18
+    least_tier_resident_bytes: Bytes = 1 << 18
 
 
 class TierLinks(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -169,7 +169,7 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
     variants = tuple(structs.replace(variant, seconds=_seconds(run, variant.seconds, device)) for variant, run in found)
     in_place: tuple[Variant, ...] = ()
     if over is not None:
-        overwriting = functools.partial(rule_of(node.target).in_place[over], *args, **kwargs)
+        overwriting = functools.partial(direct(rule_of(node.target).in_place[over]), *args, **kwargs)
         # This run touches less memory than a run into fresh memory; if it seems slower, the machine was busy.
         seconds = min(variants[0].seconds, _seconds(overwriting, timed(overwriting, device), device))
         in_place = (Variant(chunks=1, seconds=seconds, workspace_bytes=variants[0].workspace_bytes),)

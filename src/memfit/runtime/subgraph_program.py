@@ -24,7 +24,7 @@ from msgspec import structs
 from memfit.capture.training_step import Capture
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase, StepGraph, StorageKind
-from memfit.ir.instructions import Compute, Free, Instruction, Resident, SwapIn, SwapOut, given_up
+from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut, TierResident, given_up
 from memfit.ir.program import Program, are_halves
 from memfit.ir.streaming import tier_bytes
 from memfit.ops.accumulation import Accumulate
@@ -204,11 +204,11 @@ def _parts(capture: Capture) -> list[_Part]:
 
 
 def _add_transfer(
-    instruction: Free | SwapOut | SwapIn | Resident, part_of: Mapping[int, _Part], *, past_loss: bool
+    instruction: Free | SwapOut | SwapIn | TierResident, part_of: Mapping[int, _Part], *, past_loss: bool
 ) -> None:
     """Adds an instruction that is no op to the part that its storage belongs to, if it belongs to one."""
     part = part_of.get(instruction.storage)
-    if part is None or isinstance(instruction, Resident):
+    if part is None or isinstance(instruction, TierResident):
         return
     part.add(part.localized(instruction), past_loss=past_loss)
     if past_loss and isinstance(instruction, SwapIn):

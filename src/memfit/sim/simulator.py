@@ -23,9 +23,9 @@ from memfit.ir.instructions import (
     Compute,
     Free,
     Instruction,
-    Resident,
     SwapIn,
     SwapOut,
+    TierResident,
     computes_in,
     freed_in,
     given_up,
@@ -188,7 +188,7 @@ def _begin(graph: StepGraph, program: Program) -> _Walk:
     )
 
 
-def _move(walk: _Walk, instruction: Free | SwapOut | SwapIn | Resident) -> None:
+def _move(walk: _Walk, instruction: Free | SwapOut | SwapIn | TierResident) -> None:
     """Frees or moves a storage."""
     storage = instruction.storage
     if isinstance(instruction, Free):

@@ -19,9 +19,9 @@ from memfit.ir.instructions import (
     Compute,
     Free,
     Instruction,
-    Resident,
     SwapIn,
     SwapOut,
+    TierResident,
     computes_in,
     freed_in,
     given_up,
@@ -32,7 +32,7 @@ from memfit.ir.tiers import Tier, slot_bytes
 
 __all__ = ["check"]
 
-_VERBS = {Free: "frees", SwapOut: "swaps out", SwapIn: "swaps in", Resident: "keeps on a tier"}
+_VERBS = {Free: "frees", SwapOut: "swaps out", SwapIn: "swaps in", TierResident: "keeps on a tier"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def check(graph: StepGraph, program: Program) -> None:
         raise ProgramError(f"{len(left)} storages are never freed, the first is {graph.storages[min(left)].name}")
 
 
-def _check_storage(run: _Run, instruction: Free | SwapOut | SwapIn | Resident, where: str) -> None:
+def _check_storage(run: _Run, instruction: Free | SwapOut | SwapIn | TierResident, where: str) -> None:
     """Checks an instruction that frees or moves a storage."""
     index, storages = instruction.storage, run.graph.storages
     verb = _VERBS[type(instruction)]
@@ -107,7 +107,7 @@ def _check_storage(run: _Run, instruction: Free | SwapOut | SwapIn | Resident, w
         if index in run.alive:
             raise ProgramError(f"{where} {verb} {name}, which is still alive")
         run.alive.add(index)
-    elif not isinstance(instruction, Resident) and index not in run.alive:
+    elif not isinstance(instruction, TierResident) and index not in run.alive:
         raise ProgramError(f"{where} {verb} {name}, which is not alive")
     if isinstance(instruction, Free):
         if index in run.held:
@@ -235,7 +235,7 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
     swapped = program.swapped()
     streaming = True
     for position, instruction in enumerate(program.instructions):
-        if not isinstance(instruction, Resident):
+        if not isinstance(instruction, TierResident):
             streaming = False
             continue
         index, where = instruction.storage, f"instruction {position}"

@@ -58,7 +58,8 @@ class Estimate:
         buffers: buffers, inputs, and gradients that exist before the step.
         gradients: gradients of the parameters.
         optimizer: optimizer state from the second step on.
-        activations: forward results that the backward pass reads, and tensors that code between graph breaks holds.
+        activations: forward results that the backward pass reads, and tensors that code between graph breaks or the
+            loss holds.
         temporaries: everything else.
         peak: highest memory of the step `loss_fn(model(x)).backward()`, which frees the outputs of the model once the
             loss is computed.

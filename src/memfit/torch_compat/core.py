@@ -181,7 +181,7 @@ def user_modes_set_aside() -> Iterator[None]:
 def op_calls_traced() -> str | None:
     """Name of the tracer or mode that is given each op of the current call; None if none is.
 
-    Modes of torch's own and of memfit do not count: they watch compiled code as well.
+    Modes that call themselves infrastructure, or that ignore compiled code, do not count.
     """
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"

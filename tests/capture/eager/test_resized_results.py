@@ -12,8 +12,15 @@ from torch.nn import functional as F
 
 import memfit
 from memfit.capture.eager.fake_strides import strides_of_kernels
-from memfit.capture.eager.resized_results import bytes_before_resizing
-from memfit.torch_compat.core import FakeTensorMode, OpOverload, TorchDispatchMode, disable_current_modes, pytree
+from memfit.capture.eager.resized_results import elements_before_resizing
+from memfit.torch_compat.core import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    disable_current_modes,
+    pytree,
+)
 from tests.op_database import samples_of, torchs_ops
 
 
@@ -55,9 +62,20 @@ def test_reduced_losses_of_torchs_op_database_take_the_memory_that_kernels_leave
 
 def test_ops_that_resize_nothing() -> None:
     x = torch.randn(4, 5)
-    assert bytes_before_resizing(torch.ops.aten.mse_loss.default, (x, x, 0), {}) == 0
-    assert bytes_before_resizing(torch.ops.aten.mul.Tensor, (x, x), {}) == 0
-    assert bytes_before_resizing(torch.ops.aten.mse_loss.default, (x, x), {}) == x.nbytes
+    assert elements_before_resizing(torch.ops.aten.mse_loss.default, (x, x, 0), {}) == 0
+    assert elements_before_resizing(torch.ops.aten.mul.Tensor, (x, x), {}) == 0
+    assert elements_before_resizing(torch.ops.aten.mse_loss.default, (x, x), {}) == x.numel()
+
+
+def test_operands_of_several_dtypes_and_devices_that_are_not_here() -> None:
+    x = torch.randn(8, 8)
+    wide = x.double()
+    real = torch.ops.aten.mse_loss.default(x, wide)
+    with strides_of_kernels(), FakeTensorMode() as mode:
+        fake = torch.ops.aten.mse_loss.default(mode.from_tensor(x), mode.from_tensor(wide))
+        elsewhere = FakeTensor(mode, torch.empty(8, 8, device="meta"), torch.device("cuda:0"))
+        assert torch.ops.aten.mse_loss.default(elsewhere, elsewhere).shape == ()
+    assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes() == 8 * 8 * 8
 
 
 class _WithLosses(nn.Module):

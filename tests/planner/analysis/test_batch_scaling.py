@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from memfit.errors import SpecError
 from memfit.ir.graph import Baseline, StepGraph
 from memfit.ir.program import baseline_program
+from memfit.ir.residents import ResidentKind
 from memfit.planner.analysis.batch_scaling import difference, scaled
 from memfit.sim.simulator import simulate_baseline
 from memfit.sim.verifier import check
@@ -117,3 +118,12 @@ def test_a_captured_model_is_affine_in_the_batch(spec: str, shape: tuple[int, ..
     assert difference(found, real) == ""
     assert [s.nbytes for s in found.storages] == [s.nbytes for s in real.storages]
     assert found.static_bytes == real.static_bytes
+
+
+@given(step_graphs())
+@settings(max_examples=10)
+def test_memory_that_is_there_at_one_size_only_grows_from_nothing(graph: StepGraph) -> None:
+    small, large = at_batch(graph, 4), at_batch(graph, 8)
+    large = large.beside("a library", 1000, ResidentKind.LIBRARY)
+    assert scaled(small, 4, large, 8, 8).static_bytes == large.static_bytes
+    assert scaled(large, 8, small, 4, 12).static_bytes == at_batch(graph, 12).static_bytes + 2000

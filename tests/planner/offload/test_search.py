@@ -17,6 +17,7 @@ from memfit.ir.tiers import Link, Tier, TierLinks, TransferSizes
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.effort import Effort
+from memfit.planner.offload.model import placed_on_tiers, swappable
 from memfit.planner.offload.search import _rounds, find_program
 from memfit.planner.search.portfolio import find_order
 from memfit.sim.simulator import simulate
@@ -220,3 +221,13 @@ def test_known_strategies_swap_as_little_as_fits(name: str) -> None:
             assert simulate(graph, found).peak_bytes <= budget
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] == 0 < moved[0]
+
+
+def test_each_tier_has_its_own_least_size() -> None:
+    graph = residual_units(6, nbytes=MIB // 4)
+    fast, slow = Link(bytes_per_second=1e9), Link(bytes_per_second=1e8)
+    host = TierLinks(tier=Tier.HOST, out=fast, into=fast, limit_bytes=MIB // 2)
+    disk = TierLinks(tier=Tier.DISK, out=slow, into=slow, sizes=TransferSizes(least_bytes=MIB))
+    graph = replace(graph, tiers=(host, disk))
+    placed = placed_on_tiers(graph, swappable(graph))
+    assert list(placed.values()) == [Tier.HOST] * 2

@@ -24,7 +24,7 @@ from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import SwapError
 from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph
-from memfit.ir.instructions import Resident
+from memfit.ir.instructions import TierResident
 from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
@@ -164,7 +164,7 @@ def test_whatever_streams_the_gradients_are_the_same(name: str) -> None:
     request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
     placed = dict.fromkeys(streamable(graph, least_bytes=1 << 12), Tier.DISK)
-    names = tuple(Resident(s, tier) for s, tier in placed.items())
+    names = tuple(TierResident(s, tier) for s, tier in placed.items())
     alone = program_of(streaming_step(graph, placed), baseline_order(graph), fuse=False)
     program = Program(instructions=(*names, *alone.instructions))
     check(graph, program)
@@ -218,7 +218,7 @@ def test_a_disk_that_fails_takes_the_step_and_nothing_else(
     request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1, 6))
     placed = dict.fromkeys(streamable(graph), Tier.DISK)
-    names = tuple(Resident(s, tier) for s, tier in placed.items())
+    names = tuple(TierResident(s, tier) for s, tier in placed.items())
     alone = program_of(streaming_step(graph, placed), baseline_order(graph))
     planned_call = compile_program(model, capture, Program(instructions=(*names, *alone.instructions)))
     state = copy.deepcopy(model.state_dict())

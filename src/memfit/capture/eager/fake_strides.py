@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from memfit.capture.eager.kernel_samples import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
-from memfit.capture.eager.resized_results import bytes_before_resizing
+from memfit.capture.eager.resized_results import elements_before_resizing
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.torch_compat.core import (
     FakeTensor,
@@ -139,15 +139,16 @@ class _Asked:
         if not self.within.call and func is _COPY and _is_known(args[0]) and not _overlaps(args[0]):
             viewed = args[0]
             made = self.plain(mode, func, types, args, kwargs)
-            return _in_memory_of(mode, made, viewed.untyped_storage().nbytes(), viewed.storage_offset())
+            count = viewed.untyped_storage().nbytes() // made.element_size()
+            return _in_memory_of(mode, made, count, viewed.storage_offset())
         if self.within.call or not self._makes_tensors(func):
             return self.plain(mode, func, types, args, kwargs)
         self.within.call = True
         try:
             made = self.plain(mode, func, types, args, kwargs)
             laid_out = self._as_kernel_lays_out(mode, func, args, kwargs, made)
-            nbytes = bytes_before_resizing(func, args, kwargs)
-            return _in_memory_of(mode, laid_out, nbytes, 0) if nbytes else laid_out
+            count = elements_before_resizing(func, args, kwargs)
+            return _in_memory_of(mode, laid_out, count, 0) if count else laid_out
         finally:
             self.within.call = False
 
@@ -243,12 +244,14 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _in_memory_of(mode: FakeTensorMode, made: Any, nbytes: object, offset: int) -> Any:
-    """A fake result in a storage of that many bytes if its own is smaller, at an offset."""
-    if not _is_known(made) or type(nbytes) is not int or nbytes <= made.untyped_storage().nbytes():
+def _in_memory_of(mode: FakeTensorMode, made: Any, count: object, offset: int) -> Any:
+    """A fake result in a storage of that many elements if its own is smaller, at an offset."""
+    if not _is_known(made) or type(count) is not int:
+        return made
+    if count * made.element_size() <= made.untyped_storage().nbytes():
         return made
     with mode:
-        whole = torch.empty(nbytes // made.element_size(), dtype=made.dtype, device=made.device)
+        whole = torch.empty(count, dtype=made.dtype, device=made.device)
         return whole.as_strided(tuple(made.shape), made.stride(), offset)
 
 

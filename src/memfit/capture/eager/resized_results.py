@@ -6,6 +6,8 @@
 
 Fake kernels do not do so. Which losses do is asked of the kernel, with two elements along each axis: it depends on the
 device and on the release of torch.
+
+Known limits: results on the meta device that are not fake tensors take the memory of their elements only.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.torch_compat.core import OpOverload, pytree, unset_fake_temporarily
+from memfit.capture.eager.kernel_samples import kernels_only
+from memfit.torch_compat.core import OpOverload, pytree
 
-__all__ = ["bytes_before_resizing"]
+__all__ = ["elements_before_resizing"]
 
 _AS_OPERAND = (torch.ops.aten.im2col.default, torch.ops.aten.col2im.default)
 _SAMPLE = 2
 _REFUSALS = (RuntimeError, IndexError, ValueError, NotImplementedError)
 
 
-def bytes_before_resizing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Bytes that the kernel gives its result before it resizes it; 0 if it does not resize its result."""
+def elements_before_resizing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """The number of elements that the kernel gives its result before it resizes it; 0 if it resizes nothing."""
     if func in _AS_OPERAND:
-        return args[0].numel() * args[0].element_size()  # type: ignore[no-any-return]
+        return args[0].numel()
     if not _has_reduction(func):
         return 0
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -41,7 +44,7 @@ def bytes_before_resizing(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         return 0  # no loss of each element
     if not _is_resized(func, spec, tuple(_sample(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)):
         return 0
-    return int(whole.numel()) * tensors[0].element_size()
+    return int(whole.numel())
 
 
 def _sample(tensor: torch.Tensor) -> _Sample:
@@ -64,12 +67,12 @@ class _Sample(NamedTuple):
 @functools.cache
 def _is_resized(func: OpOverload, spec: pytree.TreeSpec, leaves: tuple[Any, ...]) -> bool:
     """Whether a real call returns one number in a larger storage."""
-    with unset_fake_temporarily(), torch.no_grad():
-        args, kwargs = pytree.tree_unflatten([x.made() if isinstance(x, _Sample) else x for x in leaves], spec)
-        try:
+    try:
+        with kernels_only():
+            args, kwargs = pytree.tree_unflatten([x.made() if isinstance(x, _Sample) else x for x in leaves], spec)
             result = func(*args, **kwargs)
-        except _REFUSALS:
-            return False  # it cannot take a sample, so it is no loss of each element
+    except _REFUSALS:
+        return False  # it cannot take a sample, or the device is not here
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
         return False
     return bool(result.untyped_storage().nbytes() > result.element_size())

@@ -68,8 +68,8 @@ def kernel_of(op: OpOverload) -> Callable[..., Any]:
 
 
 def _unwatched(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        return op(*args) if count_of_dispatch_modes() else kernel(*args)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs) if count_of_dispatch_modes() else kernel(*args, **kwargs)
 
     run.__name__ = run.__qualname__ = op._opname
     run.__wrapped__ = kernel  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from memfit.capture.call_settings import CallSettings
 from memfit.capture.dynamo.capture_subgraphs import first_lines
-from memfit.capture.dynamo.compiled_call import call_by_dynamo
 from memfit.capture.dynamo.logging_calls import logs_left_out
+from memfit.capture.frontend import frontend_of
 from memfit.capture.loss.reading import scalar_loss
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError
@@ -125,7 +125,7 @@ def capture_forward(
             preserved(model, args, kwargs, target, loss_fn, values=False),
             dynamo_config.patch(logs_left_out(all_calls=True)),
         ):
-            loss = call_by_dynamo(whole, backend, CallSettings(fullgraph=True))(list(args), dict(kwargs), target)
+            loss = frontend_of(whole)(whole, backend, CallSettings(fullgraph=True))(list(args), dict(kwargs), target)
     except TorchDynamoException as error:
         if "no loss" in str(error):
             raise CaptureError(

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from memfit.errors import SpecError
 from memfit.ir.graph import Baseline, Op, StepGraph, Storage, Variant
+from memfit.ir.residents import Resident
 
 __all__ = ["difference", "scaled"]
 
@@ -89,6 +90,7 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         return tuple(structs.replace(s, nbytes=size(s.nbytes, t.nbytes)) for s, t in zip(a, b, strict=True))
 
     baseline_a, baseline_b = graph_a.without_memfit(), graph_b.without_memfit()
+    held_a, held_b = ({(r.kind, r.name): r.nbytes for r in graph.residents} for graph in (graph_a, graph_b))
     return structs.replace(
         graph_a,
         ops=tuple(
@@ -103,8 +105,8 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
             storages=storages(baseline_a.storages, baseline_b.storages),
         ),
         residents=tuple(
-            structs.replace(a, nbytes=size(a.nbytes, b.nbytes))
-            for a, b in zip(graph_a.residents, graph_b.residents, strict=True)
+            Resident(kind=kind, name=name, nbytes=size(held_a.get((kind, name), 0), held_b.get((kind, name), 0)))
+            for kind, name in dict.fromkeys((*held_a, *held_b))
         ),
         after_step_bytes=size(graph_a.after_step_bytes, graph_b.after_step_bytes),
         after_step_seconds=seconds(graph_a.after_step_seconds, graph_b.after_step_seconds),

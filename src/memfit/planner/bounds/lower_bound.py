@@ -53,7 +53,7 @@ def widest_op_bytes(graph: StepGraph) -> int:
     """Bytes of the widest op in its leanest variant: operands, results, workspace, static bytes, earlier gradients."""
     held = graph.held_to_the_end()
     produced: set[int] = set()
-    wall = graph.static_bytes
+    wall = static_bytes = graph.static_bytes
     for op in graph.ops:
         touched = {s for s in (*op.reads, *op.writes) if not graph.is_free(s)} | produced
         nbytes = sum(graph.storages[s].nbytes for s in touched)
@@ -63,10 +63,10 @@ def widest_op_bytes(graph: StepGraph) -> int:
         wide = nbytes + workspace
         if op.by_slices is not None and op.by_slices.first:
             wide = min(wide, _slice_bytes(graph, op, touched))
-        wall = max(wall, graph.static_bytes + wide)
+        wall = max(wall, static_bytes + wide)
         produced.update(s for s in op.writes if s in held)
     if graph.after_step_bytes:
-        wall = max(wall, graph.static_bytes + graph.gradient_bytes + graph.after_step_bytes)
+        wall = max(wall, static_bytes + graph.gradient_bytes + graph.after_step_bytes)
     return wall
 
 

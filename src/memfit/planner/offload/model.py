@@ -137,11 +137,14 @@ def placed_on_tiers(graph: StepGraph, storages: Iterable[int], *, in_slices: boo
         in_slices: whether they move slice by slice.
     """
     room = {links.tier: links.limit_bytes for links in graph.tiers}
+    sizes = {links.tier: links.sizes for links in graph.tiers}
+    least = {t: s.least_tier_resident_bytes if in_slices else s.least_bytes for t, s in sizes.items()}
     found: dict[int, Tier] = {}
     for storage in storages:
-        nbytes = tier_bytes(graph, storage) if in_slices else slot_bytes(graph.storages[storage].nbytes)
+        whole = graph.storages[storage].whole_bytes
+        nbytes = tier_bytes(graph, storage) if in_slices else slot_bytes(whole)
         for tier, left in room.items():
-            if left is None or left >= nbytes:
+            if whole >= least[tier] and (left is None or left >= nbytes):
                 found[storage] = tier
                 room[tier] = None if left is None else left - nbytes
                 break

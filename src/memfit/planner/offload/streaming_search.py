@@ -18,7 +18,7 @@ from msgspec import structs
 
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
-from memfit.ir.instructions import Resident
+from memfit.ir.instructions import TierResident
 from memfit.ir.program import Program
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
@@ -131,7 +131,7 @@ def _program(
 ) -> tuple[Program, Timeline]:
     """The program of an order in which some storages live on tiers, and its simulated timeline."""
     within = program_within(streaming_step(graph, placed), order, budget_bytes)
-    named = tuple(Resident(storage, tier) for storage, tier in sorted(placed.items()))
+    named = tuple(TierResident(storage, tier) for storage, tier in sorted(placed.items()))
     program = Program(instructions=(*named, *within.instructions))
     return program, simulate(graph, program)
 

@@ -155,7 +155,11 @@ def calibrate(tier: Tier, device: torch.device, *, seconds: float = _SECONDS) ->
         ]
     finally:
         space.close()
-    found = Calibration(tier=tier, device=str(device), out=speeds[0], into=speeds[1])
+    try:
+        sizes = read_json(_file(tier, device), _Measured).sizes  # sizes are chosen, and not measured
+    except (OSError, MemfitError):
+        sizes = _SIZES
+    found = Calibration(tier=tier, device=str(device), out=speeds[0], into=speeds[1], sizes=sizes)
     try:
         keep(found)
     except (OSError, PlanFileError) as error:
