@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import memfit
@@ -99,3 +101,20 @@ def test_a_mode_around_the_backward_pass_alone() -> None:
         loss.backward()
     assert any("gelu_backward" in str(op) for op in mode.calls)
     assert same([loss.detach(), *(p.grad for p in model.parameters())], stepped(plain, x))
+
+
+def test_selective_checkpointing_around_a_fitted_module(told: list[str]) -> None:
+    model, x = model_and_data()
+    plain = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1.6MiB", loss_fn=loss_fn)
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    x.requires_grad_()
+
+    def step(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss_fn(checkpoint(model, x, use_reentrant=False, context_fn=kept)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert same(step(model), step(plain))
+    assert [text for text in told if "plainly under a dispatch mode" in text]

@@ -288,11 +288,13 @@ def autocast_is_seen() -> None:
         assert core.autocast_is_on()
 
 
-@uses("count_of_dispatch_modes")
+@uses("count_of_dispatch_modes", "dispatch_modes")
 def dispatch_modes_are_counted() -> None:
-    assert core.count_of_dispatch_modes() == 0
-    with core.FakeTensorMode():
-        assert core.count_of_dispatch_modes() == 1
+    assert core.count_of_dispatch_modes() == 0 and not core.dispatch_modes()
+    with core.FakeTensorMode() as mode:
+        assert core.count_of_dispatch_modes() == 1 and core.dispatch_modes() == [mode] and mode.is_infra_mode()
+    with FlopCounterMode(display=False):
+        assert [mode.is_infra_mode() for mode in core.dispatch_modes()] == [False]
 
 
 @uses("conv_backend")

@@ -38,8 +38,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, any_torch_dispatch_mode_on_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 __all__ = [
     "AutoDispatchBelowAutograd",
@@ -73,6 +74,7 @@ __all__ = [
     "current_autograd_node",
     "detect_fake_mode",
     "disable_current_modes",
+    "dispatch_modes",
     "enable_python_dispatcher",
     "fake_impls",
     "functorch_config",
@@ -174,21 +176,26 @@ def in_func_transform() -> bool:
 @contextlib.contextmanager
 def user_modes_set_aside() -> Iterator[None]:
     """While active, dispatch modes of the user are not given the calls that memfit makes; usable as a decorator."""
-    with disable_current_modes() if any_torch_dispatch_mode_on_stack() else contextlib.nullcontext():
+    with disable_current_modes() if _users_mode_is_on() else contextlib.nullcontext():
         yield
+
+
+def _users_mode_is_on() -> bool:
+    """Whether a dispatch mode is active that does not call itself infrastructure."""
+    return bool(count_of_dispatch_modes()) and not all(m.is_infra_mode() for m in dispatch_modes())
 
 
 def op_calls_traced() -> str | None:
     """Name of the tracer or mode that is given each op of the current call; None if none is.
 
-    Modes that call themselves infrastructure, or that ignore compiled code, do not count.
+    Modes that call themselves infrastructure do not count.
     """
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     keys = torch._C._TorchDispatchModeKey
     if torch._C._get_dispatch_mode(keys.FAKE) or torch._C._get_dispatch_mode(keys.PROXY):
         return "a tracer with fake tensors"
-    return "a dispatch mode" if any_torch_dispatch_mode_on_stack() else None
+    return "a dispatch mode" if _users_mode_is_on() else None
 
 
 def storage_references(storage: torch.UntypedStorage) -> int | None:
