@@ -17,7 +17,8 @@ from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, capture_step
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import prove
-from memfit.compiler.stages import Request, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import plan_captured
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import TierLinks

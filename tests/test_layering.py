@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_room_imports_only_through_its_doors(room: str) -> None:
             package, _, rest = name.partition(".")
             if package == "memfit":
                 assert rest.split(".")[0] in {"", *allowed}, f"{path} imports {name}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    path_of = {name: path for room in ROOMS for name, path in zip(modules(room), sources(room), strict=True)}
+    path_of = {name.removesuffix(".__init__"): path for name, path in path_of.items()}
+    found = {
+        name: {i if i in path_of else i.rpartition(".")[0] for i in imports(path)} & path_of.keys() - {name}
+        for name, path in path_of.items()
+    }
+    TopologicalSorter(found).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.smoke

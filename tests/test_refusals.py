@@ -13,7 +13,8 @@ from torch import nn
 import memfit
 from memfit.compiler.driver import Step, plan_profiled
 from memfit.compiler.proving import lowered
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.refusals import advised, refusal, refused
 from memfit.units import format_bytes
 

@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.subject import Case, case_of
 from memfit.capture.state.snapshot import preserved
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.errors import BudgetError
 from memfit.fitted.plan import Plan
 from memfit.runtime.executable import compile_program

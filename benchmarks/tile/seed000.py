@@ -25,7 +25,8 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import measured_run
 from memfit.capture.state.snapshot import preserved
 from memfit.compiler.driver import plan_profiled
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.errors import BudgetError
 from memfit.fitted.plan import Plan
 from memfit.runtime.executable import compile_program

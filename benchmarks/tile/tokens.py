@@ -16,7 +16,8 @@ from torch import nn
 from benchmarks.report import Report
 from memfit.capture.state.snapshot import preserved
 from memfit.compiler.driver import plan_profiled
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.errors import BudgetError
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_baseline

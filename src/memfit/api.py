@@ -12,7 +12,7 @@ from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import given_args
 from memfit.compiler.driver import make_plan
-from memfit.compiler.stages import Progress, Request
+from memfit.compiler.request import Progress, Request
 from memfit.fitted.installation import fitted_call, release
 from memfit.fitted.plan import Plan
 from memfit.profiling.memory import Measurement, measure

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import memfit
 from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.ir.program import baseline_order, program_of
 from memfit.runtime.executable import compile_program
 

@@ -14,7 +14,8 @@ from torch._dynamo.utils import compilation_time_metrics
 
 import memfit
 from memfit.capture.dynamo.kept_trace import _with_own_containers
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.memory import allocation_peak
 from memfit.runtime.executable import PlannedCall, compile_program

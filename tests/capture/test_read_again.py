@@ -14,7 +14,8 @@ from torch._dynamo.utils import compilation_time_metrics
 import memfit
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture, capture_step, read_again
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.errors import BudgetError
 from memfit.ir.serialization import graph_digest
 from memfit.ops.accumulation import Accumulate

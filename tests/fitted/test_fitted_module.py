@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.fitted.installation import fitted_call
 from memfit.profiling.cost_cache import CostCache, open_cache
 from tests.models import Between, Frozen, Residual, Tied

@@ -10,7 +10,8 @@ from torch import nn
 
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.ir.graph import Phase
 from memfit.ops.kernels.batch_norm import normalise, normalise_over_data
 from memfit.ops.recompute import from_statistics

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.capture.training_step import capture_step
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.ir.graph import Phase
 
 ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {

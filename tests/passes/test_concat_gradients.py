@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.capture.training_step import Capture, capture_step
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.ops.kernels.convolution import convolution_input_slices
 from memfit.tools.verify import verify
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import memfit
 from memfit.capture.training_step import Capture
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.ir.graph import Phase, StepGraph
 from memfit.passes.concat_weight_gradients import separable_key
 from memfit.sim.simulator import simulate_baseline

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
 from memfit.capture.training_step import capture_step
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.ops.kernels import batch_norm
 from memfit.passes import cudnn_batch_norm as cudnn_norm
 from memfit.tools.verify import verify

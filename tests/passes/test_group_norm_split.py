@@ -10,7 +10,8 @@ from torch import nn
 
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.ops.kernels.group_norm import (
     gradients_from_products,
     input_gradient,

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.capture.training_step import Capture, capture_step
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.ir.graph import Phase
 from memfit.tools.verify import verify
 

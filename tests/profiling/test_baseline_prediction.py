@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.sim.simulator import simulate_baseline
 
 MODELS = {

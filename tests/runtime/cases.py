@@ -10,7 +10,8 @@ from torch import nn
 
 import memfit
 from memfit.compiler.proving import prove
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.sim.simulator import simulate_baseline
 from memfit.tools.verify import verify

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.compiler.driver import make_plan
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.runtime.executable import compile_program
 from memfit.zoo import build
 from tests.models import Residual

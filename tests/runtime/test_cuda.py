@@ -10,7 +10,7 @@ from torch import nn
 
 import memfit
 from memfit.capture.training_step import capture_step
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.profiling.library_workspace import library_bytes
 from memfit.tools.verify import verify
 from tests import models

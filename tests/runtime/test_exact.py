@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.tools.verify import verify
 from tests.models import Residual
 from tests.runtime.cases import CASES, check_bits_and_budget, image_case

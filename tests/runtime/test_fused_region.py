@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from torch import fx, nn
 
 import memfit
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.fxir.call import Call
 from memfit.ir.fusion import fuse
 from memfit.ir.graph import Op, StepGraph, StorageKind

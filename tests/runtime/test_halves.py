@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.ir.graph import Phase
 from memfit.ir.program import baseline_order, program_of
 from memfit.runtime.executable import compile_program

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.ir.instructions import Compute
 from memfit.tools.verify import verify
 from memfit.zoo import build

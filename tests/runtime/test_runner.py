@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.runtime.executable import compile_program
 from memfit.runtime.runner import BoxedFunction
 from tests import models

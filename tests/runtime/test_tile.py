@@ -14,7 +14,8 @@ from torch import nn
 
 import memfit
 from memfit.capture.loss.reading import backward_of
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.ir.graph import Phase
 from memfit.ir.instructions import Compute, computes_in
 from memfit.ir.program import program_of

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.ir.graph import Phase
 from memfit.ops.kernels.row_products import add_product_over_rows, product_over_rows
 from memfit.tools.verify import verify

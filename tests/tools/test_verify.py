@@ -12,7 +12,7 @@ from torch import nn
 from memfit.bits import same_bits
 from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.errors import BudgetError
 from memfit.fitted.plan import Plan
 from memfit.ir.instructions import Compute

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from memfit.compiler.plan import CompiledPlan
-    from memfit.compiler.stages import Progress
+    from memfit.compiler.request import Progress
 
 __all__ = ["prepare_parser", "run"]
 

@@ -14,7 +14,7 @@ from memfit.cli.options import optimizer_factory
 
 if TYPE_CHECKING:
     from memfit.compiler.plan import CompiledPlan
-    from memfit.compiler.stages import Progress
+    from memfit.compiler.request import Progress
     from memfit.zoo import Example
 
 __all__ = ["plan_example"]
@@ -39,12 +39,13 @@ def plan_example(
     """
     from memfit.capture.training_step import device_of
     from memfit.compiler import driver, stages
+    from memfit.compiler.request import Request
     from memfit.sim.simulator import simulate_baseline
     from memfit.tools import compare
 
     model, inputs, kwargs = example.model, tuple(example.args), dict(example.kwargs)
     factory = optimizer_factory(args.optimizer)
-    request = stages.Request(
+    request = Request(
         budget=args.budget,
         loss_fn=example.loss_fn,
         optimizer=None if factory is None else factory(model.parameters()),

@@ -25,7 +25,8 @@ from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
-from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
+from memfit.compiler.request import Progress, Request
+from memfit.compiler.stages import capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
 from memfit.ir.graph import StepGraph
 from memfit.planner.effort import search_limit

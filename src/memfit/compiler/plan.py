@@ -19,7 +19,7 @@ from memfit.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from memfit.compiler.proof import Proof
-    from memfit.compiler.stages import Planned
+    from memfit.compiler.request import Planned
 
 __all__ = ["CompiledPlan"]
 

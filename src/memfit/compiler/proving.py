@@ -26,7 +26,8 @@ from memfit.compiler.consensus import agreed_peak
 from memfit.compiler.perturbed import constant_parameters
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proof import ProvingStep, StepResult, compare
-from memfit.compiler.stages import Progress, Request, plan_captured
+from memfit.compiler.request import Progress, Request
+from memfit.compiler.stages import plan_captured
 from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError
 from memfit.ir.residents import ResidentKind, bytes_of

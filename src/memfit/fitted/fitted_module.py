@@ -26,7 +26,7 @@ from memfit.capture.state.input_signature import Signature, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Planned, Request
+from memfit.compiler.request import Planned, Request
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.fitted.held_outputs import HeldOutputs
 from memfit.fitted.opaque import not_traced, undisturbed

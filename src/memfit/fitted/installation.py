@@ -14,7 +14,7 @@ from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.errors import MemfitError
 from memfit.fitted.fitted_module import Fitted, Replanner
 from memfit.fitted.opaque import make_opaque

@@ -16,7 +16,7 @@ from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.fitted.installation import install
 
 __all__ = ["Plan"]

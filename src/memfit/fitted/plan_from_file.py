@@ -10,7 +10,8 @@ from torch import nn
 
 from memfit.capture.state.input_signature import signature
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Planned, Request, capture_and_profile, fingerprint
+from memfit.compiler.request import Planned, Request
+from memfit.compiler.stages import capture_and_profile, fingerprint
 from memfit.errors import PlanMismatchError
 from memfit.ir.plan_file import fingerprint_difference
 from memfit.ir.serialization import graph_digest

@@ -30,7 +30,7 @@ import torch
 
 from memfit.capture.state.input_signature import Signature
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Planned, Request
+from memfit.compiler.request import Planned, Request
 from memfit.errors import BudgetError
 from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.runtime.loop.forward_passes import Pass, in_flight

@@ -24,7 +24,8 @@ from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.driver import plan_profiled
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import prove
-from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
+from memfit.compiler.request import Progress, Request
+from memfit.compiler.stages import capture_and_profile, check_request, resolve_budget
 from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.ir.graph import StepGraph

@@ -25,7 +25,8 @@ from memfit.capture.loss.reading import LossFunction
 from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import prove
-from memfit.compiler.stages import Progress, Request, capture_and_profile, plan_captured, resolve_budget
+from memfit.compiler.request import Progress, Request
+from memfit.compiler.stages import capture_and_profile, plan_captured, resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.ir.tiers import Tier

@@ -25,7 +25,8 @@ from memfit.capture.training_step import device_of
 from memfit.compiler.driver import make_plan
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
+from memfit.compiler.request import Progress, Request
+from memfit.compiler.stages import capture_and_profile, check_request, resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.planner.finalize.variant_selection import leanest

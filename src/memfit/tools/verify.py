@@ -31,7 +31,7 @@ from memfit.capture.training_step import device_of
 from memfit.compiler.difference import Difference, first_difference
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.stages import Progress, Request
+from memfit.compiler.request import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.fitted.installation import fitted_call
 from memfit.fitted.plan import Plan

@@ -20,7 +20,7 @@ import memfit
 from memfit.bits import same_bits
 from memfit.capture.gradients.tangents import strides_without_overlap
 from memfit.capture.training_step import capture_step
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.tools.verify import verify
 
 

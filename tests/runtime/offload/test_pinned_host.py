@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiler.stages import Request
+from memfit.compiler.request import Request
 from memfit.errors import SwapError
 from memfit.ir.tiers import Tier, TransferSizes
 from memfit.runtime.offload.backend import SwapSpace

@@ -20,7 +20,8 @@ from torch import nn
 import memfit
 from memfit.compiler.driver import make_plan
 from memfit.compiler.proving import prove
-from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile, plan_captured
 from memfit.errors import SwapError
 from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.errors import SpecError, SwapError
 from memfit.ir.instructions import Compute, Free, SwapIn
 from memfit.ir.program import Program

@@ -11,7 +11,8 @@ from msgspec import structs
 from memfit.capture.optimizer.state import optimizer_cost, part_of, trained_bytes
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture
-from memfit.compiler.stages import Request, capture_and_profile
+from memfit.compiler.request import Request
+from memfit.compiler.stages import capture_and_profile
 from memfit.ir.graph import StepGraph
 from memfit.ir.residents import ResidentKind
 from memfit.ops.accumulation import Accumulate
