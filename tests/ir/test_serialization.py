@@ -235,7 +235,9 @@ def test_the_validation_is_that_of_json_schema(record: msgspec.Struct) -> None:
             ours = None
         except PlanFileError as error:
             ours = str(error)
-        assert (ours is None) == published.is_valid(mutant), ours
+        # A schema cannot state that the baseline step has as many ops and storages as the step.
+        lengths_differ = isinstance(record, StepGraph) and "of the step without memfit" in (ours or "")
+        assert lengths_differ or (ours is None) == published.is_valid(mutant), ours
         if isinstance(record, StepGraph):
             with contextlib.suppress(PlanFileError):  # the rules that a schema cannot state; no other error comes out
                 decode_graph(mutant)
