@@ -1,4 +1,4 @@
-"""What is there for a whole step, by name and kind."""
+"""Memory that is there for a whole step, by name and kind."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memfit
 from memfit.torch_compat.core import TorchDispatchMode
-
-
-class Watching(TorchDispatchMode):
-    """Counts the ops that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
+from tests.counted_ops import CountedOps
 
 
 class Halving(TorchDispatchMode):
@@ -71,13 +59,13 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 )
 def test_planning_gives_no_op_to_a_mode(call: Callable[[nn.Module, Tensor], object]) -> None:
     model, x = model_and_data()
-    with Watching() as mode:
+    with CountedOps() as mode:
         call(model, x)
     assert not mode.calls
     assert same(stepped(model, x), stepped(copy.deepcopy(model_and_data()[0]), x))
 
 
-@pytest.mark.parametrize("mode", [Watching, Halving, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("mode", [CountedOps, Halving, lambda: FlopCounterMode(display=False)])
 def test_a_watched_step_is_the_modules_own_and_is_told(mode: Callable[[], Any], told: list[str]) -> None:
     model, x = model_and_data()
     plain = copy.deepcopy(model)
@@ -97,7 +85,7 @@ def test_a_mode_around_the_backward_pass_alone() -> None:
     memfit.fit(model, (x,), budget="1.6MiB", loss_fn=loss_fn)
     torch.manual_seed(1)
     loss = loss_fn(model(x))
-    with Watching() as mode:
+    with CountedOps() as mode:
         loss.backward()
     assert any("gelu_backward" in str(op) for op in mode.calls)
     assert same([loss.detach(), *(p.grad for p in model.parameters())], stepped(plain, x))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.compiler.request import Request
@@ -19,20 +16,9 @@ from memfit.ir.graph import Phase
 from memfit.ir.program import baseline_order, program_of
 from memfit.runtime.executable import compile_program
 from memfit.sim.verifier import check
+from tests.counted_ops import CountedOps
 
 _CONVOLUTIONS = 2
-
-
-class Counting(TorchDispatchMode):
-    """Counts what runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -52,7 +38,7 @@ def plan(budget: int | str, *, steps: int = 1) -> tuple[int, memfit.Plan]:
     for _ in range(steps):
         functional.cross_entropy(plain(x), y).backward()
         loss = functional.cross_entropy(fitted(x), y)
-        with Counting() as counting:
+        with CountedOps() as counting:
             loss.backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)

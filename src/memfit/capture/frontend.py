@@ -6,10 +6,10 @@ own code with other functions in place of these graphs. Which code does both is 
 code of any module and guards what it found; and graphs that were traced before (`memfit.capture.fx_module`), which need
 neither.
 
-Known limits: the runtime asks Dynamo whether code ran before a graph (`call_has_begun`) and runs calls that Dynamo
-keeps (`DynamoCall`); for another front end the answers are "no" and "none". A front end hands over FX graphs of torch's
-functions. A framework without them needs a capture and a runtime of its own; planning, simulation and strategies do not
-depend on torch.
+Known limits: the runtime looks for Dynamo's call on the stack to tell whether code ran before a graph
+(`call_has_begun`); it never finds one for another front end. A front end hands over FX graphs of torch's functions. A
+framework without them needs a capture and a runtime of its own; planning, simulation and strategies do not depend on
+torch.
 """
 
 from __future__ import annotations

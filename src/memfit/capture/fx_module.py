@@ -40,22 +40,19 @@ class OneGraph(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Runs the calls of the graph as they are."""
-        return self._returned(self.calls(*self._operands(inputs)))
+        return self.returned(self.calls(*self.operands(inputs)))
 
     def device(self) -> torch.device:
         """The device of its inputs, on which it runs if it reads no tensor of the model."""
         values = (node.meta.get("example_value") for node in self.calls.graph.find_nodes(op="placeholder"))
         return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
 
-    def run(self, inputs: Sequence[Any], run_by: Callable[[Sequence[Any]], Callable[..., Any]]) -> Any:
-        """Runs a function in place of the graph; `run_by` returns it, given the operands."""
-        operands = self._operands(inputs)
-        return self._returned(run_by(operands)(*operands))
-
-    def _operands(self, inputs: Sequence[Any]) -> list[Any]:
+    def operands(self, inputs: Sequence[Any]) -> list[Any]:
+        """The operands of the graph: the model's tensors, then the inputs."""
         return [*(getattr(self, name) for name in self.names), *inputs]
 
-    def _returned(self, results: Any) -> Any:
+    def returned(self, results: Any) -> Any:
+        """The output of the module, given the results of the graph."""
         return results[0] if self.alone else tuple(results)
 
 
@@ -64,12 +61,13 @@ def call_of_graph(model: nn.Module, backend: Backend, settings: CallSettings) ->
     assert isinstance(model, OneGraph)
     made: list[Callable[..., Any]] = []
 
-    def run_by(operands: Sequence[Any]) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        operands = model.operands(inputs)
         if not made:
             made.append(backend(_copy(model.calls), operands))
-        return made[0]
+        return model.returned(made[0](*operands))
 
-    return lambda *inputs: model.run(inputs, run_by)
+    return run
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -25,7 +25,7 @@ __all__ = ["residents_of", "storage_bytes"]
 
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
     """Bytes of the tensors' distinct storages on one device type; a distributed tensor counts with its local shard."""
-    seen: set[int] = set()
+    seen: dict[int, torch.UntypedStorage] = {}
     return sum(_new_bytes(tensor, device_type, seen) for tensor in tensors)
 
 
@@ -57,7 +57,7 @@ def residents_of(
         (ResidentKind.INPUT, inputs),
         (ResidentKind.GRADIENT, {name: parameter.grad for name, parameter in parameters.items()}),
     )
-    seen: set[int] = set()
+    seen: dict[int, torch.UntypedStorage] = {}
     found = [
         Resident(name=name, nbytes=_new_bytes(tensor, device_type, seen), kind=kind)
         for kind, named in tensors
@@ -75,8 +75,11 @@ def residents_of(
     return tuple(resident for resident in found if resident.nbytes)
 
 
-def _new_bytes(tensor: Any, device_type: str, seen: set[int]) -> int:
-    """Bytes of the storages of a tensor that were not seen before, on one device type."""
+def _new_bytes(tensor: Any, device_type: str, seen: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of the storages of a tensor that were not seen before, on one device type.
+
+    `seen` holds the storages: another one cannot get the key of one that is alive.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != device_type:
         return 0
     storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in parts_of(local(tensor))}

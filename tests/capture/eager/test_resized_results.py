@@ -64,6 +64,7 @@ def test_ops_that_resize_nothing() -> None:
     x = torch.randn(4, 5)
     assert elements_before_resizing(torch.ops.aten.mse_loss.default, (x, x, 0), {}) == 0
     assert elements_before_resizing(torch.ops.aten.mul.Tensor, (x, x), {}) == 0
+    assert elements_before_resizing(torch.ops.aten.mse_loss.default, (x, x, bytearray()), {}) == 0  # no hash
     assert elements_before_resizing(torch.ops.aten.mse_loss.default, (x, x), {}) == x.numel()
 
 

@@ -42,7 +42,7 @@ _CALL = "fitted_call"
 
 
 def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -> Callable[..., Any]:
-    """The front end that is Dynamo (`memfit.capture.frontend`): compiles the call under guards, with its own cache."""
+    """Dynamo as a front end (`memfit.capture.frontend`): the call is compiled under guards, with a cache of its own."""
     plain, decisions, in_subgraphs = settings.plain, settings.decisions, settings.in_subgraphs
     impl: Callable[..., Any] = model._call_impl
 

@@ -25,7 +25,8 @@ __all__ = ["elements_before_resizing"]
 
 _AS_OPERAND = (torch.ops.aten.im2col.default, torch.ops.aten.col2im.default)
 _SAMPLE = 2
-_REFUSALS = (RuntimeError, IndexError, ValueError, NotImplementedError)
+_REFUSALS = (RuntimeError, IndexError, ValueError)
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
 
 
 def elements_before_resizing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -37,6 +38,8 @@ def elements_before_resizing(func: Any, args: Sequence[Any], kwargs: Mapping[str
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(type(size) is not int for t in tensors for size in t.shape):
+        return 0
+    if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
         return 0
     try:
         whole = torch.broadcast_shapes(*(t.shape for t in tensors))

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from memfit.torch_compat.core import OpOverload, count_of_dispatch_modes
 
-__all__ = ["OPS", "custom_op", "direct", "kernel_of"]
+__all__ = ["OPS", "custom_op", "direct"]
 
 _LIBRARY = torch.library.Library("memfit", "FRAGMENT")
 OPS: dict[Any, Callable[..., Any]] = {}
@@ -59,12 +59,6 @@ def custom_op(
 def direct(target: Any) -> Any:
     """The function to call for an op: for memfit's own ops their kernel, for other targets the target itself."""
     return OPS.get(target, target)
-
-
-def kernel_of(op: OpOverload) -> Callable[..., Any]:
-    """The Python function of an op of memfit."""
-    kernel: Callable[..., Any] = OPS[op].__wrapped__  # type: ignore[attr-defined]
-    return kernel
 
 
 def _unwatched(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import placed_on_tiers, swappable, swapping_step
 from memfit.planner.offload.streaming_search import find_streaming
 from memfit.planner.offload.transfer_schedule import ahead_of_use, with_transfers
-from memfit.planner.search.min_memory import LastResort
+from memfit.planner.search.min_memory import LAST_RESORT, LastResort
 from memfit.planner.search.portfolio import CLOSE, Found, Moves, Progress, find_order
 from memfit.sim.simulator import Timeline, simulate
 
@@ -44,8 +44,6 @@ _LINK_SHARES = (1.0, 0.85, 0.7)
 _SPILLED = 0.96
 """Share of the budget to which orders are spilled, so that room is left for storages that come back early."""
 
-_LAST_RESORT = LastResort()
-
 
 def find_program(
     graph: StepGraph,
@@ -53,7 +51,7 @@ def find_program(
     *,
     seconds: float = 8.0,
     progress: Progress | None = None,
-    last_resort: LastResort = _LAST_RESORT,
+    last_resort: LastResort = LAST_RESORT,
     any_speed: bool = False,
     effort: Effort | None = None,
 ) -> Found:

@@ -71,7 +71,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Constraints:
-    """What every selection must satisfy.
+    """The constraints that every selection satisfies.
 
     Attributes:
         starts: the first op of each epoch.

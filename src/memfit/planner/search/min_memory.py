@@ -19,7 +19,7 @@ from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
 from memfit.planner.search.spill_and_fill import spill
 from memfit.sim.simulator import simulate
 
-__all__ = ["LEAST_TRIES", "LastResort", "least_budget", "least_order"]
+__all__ = ["LAST_RESORT", "LEAST_TRIES", "LastResort", "least_budget", "least_order"]
 
 LEAST_TRIES = 12
 """Number of times the interval of the least peak is halved; enough to come near any least peak."""
@@ -55,6 +55,9 @@ class LastResort:
 
     tries: int = LEAST_TRIES
     stops_early: bool = True
+
+
+LAST_RESORT = LastResort()
 
 
 def least_budget(graph: StepGraph, order: Sequence[int]) -> int:

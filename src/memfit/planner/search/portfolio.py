@@ -32,7 +32,7 @@ from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.cutting_planes import select_over_time
 from memfit.planner.search.iterated_local_search import Pool, varied
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
-from memfit.planner.search.min_memory import LastResort, least_budget, least_order
+from memfit.planner.search.min_memory import LAST_RESORT, LastResort, least_budget, least_order
 from memfit.planner.search.spill_and_fill import fill, spill
 from memfit.sim.simulator import Timeline, simulate
 
@@ -41,7 +41,6 @@ __all__ = ["CLOSE", "PROGRAM_WORK", "Found", "Moves", "Progress", "auto_order", 
 CLOSE = 0.01
 """The search stops when the extra time exceeds the bound by less than this share of the step time."""
 
-_LAST_RESORT = LastResort()
 _FAR = 0.025
 """The search gets more time while the extra time is further from the bound than this share."""
 
@@ -115,7 +114,7 @@ def find_order(
     seconds: float = 8.0,
     progress: Progress | None = None,
     moves: Moves | None = None,
-    last_resort: LastResort = _LAST_RESORT,
+    last_resort: LastResort = LAST_RESORT,
     any_speed: bool = False,
     effort: Effort | None = None,
 ) -> Found:
