@@ -19,7 +19,7 @@ from memfit.ops.kernels.convolution import (
     convolution_input_slices,
     input_gradient_beside_stand_in,
 )
-from memfit.ops.op_rule import OpRule
+from memfit.ops.op_rule import OpRule, View
 from memfit.ops.registry import REGISTERED, is_pointwise, rule_named, rule_of, sums_of
 from memfit.ops.rules import pointwise
 from memfit.ops.tiling.tiled import tiling_of
@@ -35,7 +35,22 @@ _DATABASE = (
     *("add", "sub", "mul", "div", "neg", "clone", "tanh", "sigmoid", "masked_fill", "to", "fmin", "pow"),
     *("mm", "bmm", "addmm", "baddbmm", "softmax", "log_softmax", "masked.softmax", "cumsum", "mean", "sum", "amax"),
     *("amin", "cat", "select", "narrow", "trapz", "native_batch_norm", "native_layer_norm", "native_group_norm"),
-    *("linalg.lu_solve", "linalg.ldl_solve", "lu_unpack", "torch.ops.aten._safe_softmax.default"),
+    *(
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "as_strided",
+        "where",
+        "zeros_like",
+        "linalg.lu_solve",
+        "linalg.ldl_solve",
+        "lu_unpack",
+        "torch.ops.aten._safe_softmax.default",
+    ),
 )
 """Entries of torch's op database, in addition to those of `torch.nn.functional`, that reach the registered ops."""
 
@@ -51,6 +66,16 @@ _ELSEWHERE = {
     _aten.upsample_nearest3d_backward.default,
 }
 """Ops of torch that its database does not reach on a CPU; `tests/ops/batching` and `tests/gpu` run them."""
+
+_OTHER_ARGUMENTS: dict[OpOverload, tuple[Any, ...]] = {
+    _aten.relu_.default: (),
+    _aten.native_dropout.default: (0.5, True),
+    _aten.full_like.default: (3.0,),
+    _aten.new_ones.default: ([5],),
+    _aten.new_full.default: ([5], 3.0),
+    _aten.randn_like.default: (),
+}
+"""Arguments behind the tensor, of ops that torch's database reaches under another name."""
 
 _BESIDE_SHAPE = {convolution_input_gradient, convolution_input_slices, input_gradient_beside_stand_in}
 """Kernels with a metadata-only operand; `tests/ops/batching` and `tests/ops/tiling` run them."""
@@ -99,6 +124,9 @@ def calls() -> Recorded:
     found[_aten._native_batch_norm_legit_functional.default] = [
         c for c in norm if all(isinstance(t, Tensor) for t in c[0][1:5])
     ]
+    data = torch.arange(24.0, dtype=torch.float64).reshape(2, 3, 4)
+    for op, rest in _OTHER_ARGUMENTS.items():
+        found[op] = [((data, *rest), {})]
     found[_aten._to_copy.default] += [(args, {"dtype": torch.float32}) for args, _ in found[_aten._to_copy.default]]
     for op in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):  # passes split them
         found[op] += [((*args[:-1], [False, True, bool(args[-1][2])]), kwargs) for args, kwargs in found[op]]
@@ -108,6 +136,8 @@ def calls() -> Recorded:
 def laid_out(op: OpOverload, args: Any) -> Iterator[Any]:
     """The arguments, and those with images channels-last and with their last two axes exchanged in memory."""
     yield args
+    if rule_of(op).view is View.SHAPE:  # not possible in every layout
+        return
     images = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor) and t.dim() == 4]
     if images and "attention" not in str(op):  # its kernel takes rows that are contiguous
         yield pytree.tree_map_only(
@@ -228,6 +258,14 @@ def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         checked += slices_are_those_of_the_whole(call, values)
     if rule.tile is not None and not kwargs:
         checked += tiles_are_those_of_the_whole(call, values)
+    if not rule.reads_values and op is not _aten.empty_like.default and op is not _aten.new_empty.default:
+        other = torch.full_like(args[0], torch.nan)
+        assert torch.equal(seeded(op, other, *args[1:], **kwargs), seeded(op, *args, **kwargs))
+        checked += 1
+    if rule.binding is not None:
+        checked += the_binding_is_the_op(rule.binding, op, args, kwargs)
+    if rule.view is not None:
+        checked += the_view_changes_what_it_says(rule.view, op, args)
     for position in rule.shape_only:
         unread = [torch.full_like(a, torch.nan) if i == position else a for i, a in enumerate(args)]
         assert torch.equal(results(op(*unread, **kwargs))[0], whole[0])
@@ -251,6 +289,45 @@ def check(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         op(*made_up, **named)
         checked += 1
     return checked
+
+
+def seeded(op: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    torch.manual_seed(0)
+    made: Tensor = op(*args, **kwargs)
+    return made
+
+
+def the_binding_is_the_op(binding: Any, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """A binding gives the bits, the layout and, for views, the memory of the op; only positional arguments reach it."""
+    if kwargs:
+        return 0
+    given, again = copied(args), copied(args)
+    torch.manual_seed(0)
+    bound = results(binding(*given))
+    torch.manual_seed(0)
+    for ours, theirs in zip(bound, results(op(*again)), strict=True):
+        assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7)) and ours.stride() == theirs.stride()
+        assert ours.storage_offset() == theirs.storage_offset()
+        mine, of_op = (t.untyped_storage().data_ptr() for t in (given[0], again[0]))
+        shared = theirs.untyped_storage().data_ptr() == of_op
+        assert (ours.untyped_storage().data_ptr() == mine) == shared or op is _aten._unsafe_view.default
+    return 1
+
+
+def the_view_changes_what_it_says(view: View, op: OpOverload, args: Sequence[Any]) -> int:
+    operand, *rest = args
+    made = op(operand, *rest)
+    assert made.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
+    if view is View.NOTHING:
+        assert (made.shape, made.stride()) == (operand.shape, operand.stride())
+    if view is View.TWO_AXES:
+        back = op(made, *rest)
+        assert (back.shape, back.stride()) == (operand.shape, operand.stride())
+    if view is not View.STRIDES:
+        apart = torch.empty(2 * operand.numel(), dtype=operand.dtype)[::2].view(operand.shape).copy_(operand)
+        assert view is View.SHAPE or torch.equal(op(apart, *rest), made)
+        assert view is not View.SHAPE or torch.equal(made.reshape(-1), operand.reshape(-1))
+    return 1
 
 
 def chunks_are_the_whole(rule: OpRule, call: Call, args: Sequence[Any], whole: Sequence[Any]) -> int:
@@ -285,6 +362,7 @@ def test_claims_of_the_rule_of_an_own_kernel(op: OpOverload) -> None:
 def _check_claims(op: OpOverload, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
     checked = sum(check(op, *laid) for given in calls for laid in laid_out(op, given))
     claims = (rule := rule_of(op)).batch or rule.tile or rule.chunks or rule.in_place or rule.shape_only or rule.fill
+    claims = claims or rule.binding or rule.view
     assert checked or not claims, "no sample shows what the rule claims"
 
 

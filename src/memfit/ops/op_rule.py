@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.ops.tiling.tile import Tiling
 
-__all__ = ["Accumulation", "Axes", "Chunks", "Fill", "OpRule"]
+__all__ = ["Accumulation", "Axes", "Chunks", "Fill", "OpRule", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,25 @@ class Fill:
     fill: Callable[[torch.Tensor, tuple[Any, ...]], object]
 
 
+class View(StrEnum):
+    """What an op that makes a view changes."""
+
+    NOTHING = "nothing"
+    """The view has the shape and the strides of its operand."""
+
+    AXES = "axes"
+    """Axes change their order or number, or repeat; for any strides of the operand, the same elements are seen."""
+
+    TWO_AXES = "two axes"
+    """Two axes change places, so that the same call, applied to the view, gives the operand."""
+
+    SHAPE = "shape"
+    """Elements are seen in another shape, which not all strides of the operand allow."""
+
+    STRIDES = "strides"
+    """Shape, strides and offset in memory are given, so the elements depend on the operand's memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRule:
     """The facts about an op.
@@ -95,6 +115,9 @@ class OpRule:
             bits in a vector than in the remainder at the end of a slice, and a comparison of some slices may miss these
             elements.
         shape_only: positions of operands that are used for their shape only.
+        reads_values: whether results depend on the numbers in the operands, not only on their shapes and layouts.
+        view: for an op that makes a view, what it changes.
+        binding: the Python binding of the op, which takes the same positional arguments and costs less to call.
         in_place: by position of an operand, the function that computes the same result in that operand's storage.
         in_place_if: whether it may for a call and a position; None if it always may.
         recompute_as: the op that recomputes it where a second run of the op would change the state of the model: a
@@ -115,6 +138,9 @@ class OpRule:
     is_pointwise: bool = False
     slices_keep_bits: bool = False
     shape_only: tuple[int, ...] = ()
+    reads_values: bool = True
+    view: View | None = None
+    binding: Callable[..., Any] | None = None
     in_place: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     in_place_if: Callable[[fx.Node, int], bool] | None = None
     recompute_as: Callable[..., Any] | None = None

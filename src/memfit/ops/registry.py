@@ -18,6 +18,7 @@ from memfit.ops.rules import (
     batch_norm,
     convolution,
     embedding,
+    factories,
     group_norm,
     layer_norm,
     linalg,
@@ -28,13 +29,14 @@ from memfit.ops.rules import (
     reductions,
     resizing,
     shapes,
+    views,
 )
 
 __all__ = ["REGISTERED", "is_pointwise", "rule_named", "rule_of", "sums_of"]
 
 _FAMILIES = (
     *(attention, batch_norm, convolution, embedding, group_norm, layer_norm, linalg, losses, pointwise, pooling),
-    *(products, reductions, resizing, shapes),
+    *(products, reductions, resizing, shapes, factories, views),
 )
 
 REGISTERED: Mapping[Any, OpRule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

@@ -26,6 +26,7 @@ from torch import fx
 
 from memfit.fxir.marks import BASELINE_NBYTES, is_view
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, takes_input_shape_only
+from memfit.ops.registry import rule_of
 from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
@@ -35,21 +36,6 @@ _aten = torch.ops.aten
 
 _MUCH_LATER = 12
 """The least number of ops between the last other use of a tensor and the first use of a slice, to copy the slice."""
-
-_ROUNDED_ONCE = {
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.mul.Tensor,
-    _aten.div.Tensor,
-    _aten.neg.default,
-    _aten.where.self,
-    _aten.clone.default,
-    _aten.threshold_backward.default,
-    _aten.hardtanh_backward.default,
-    _aten.leaky_relu_backward.default,
-}
-"""Ops whose elements are each one exactly rounded result; others, such as `exp`, differ between vectors and the
-rest."""
 
 Cuts = tuple[tuple[int, int], ...]
 """Channels of each slice: the first, and the one after the last."""
@@ -152,5 +138,6 @@ def _same_in_any_layout(reader: fx.Node) -> bool:
         # oneDNN sums the bias gradient from its own layout, other kernels from the operand's layout.
         value = data.meta["val"]
         return value.device.type == "cpu" and takes_input_shape_only(value, weight.meta["val"], *rest)
+    rule = rule_of(reader.target)
     # With `alpha`, an addition also multiplies, and is rounded once or twice.
-    return reader.target in _ROUNDED_ONCE and not reader.kwargs
+    return rule.is_pointwise and rule.slices_keep_bits and not reader.kwargs

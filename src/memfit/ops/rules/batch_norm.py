@@ -51,7 +51,9 @@ RULES = {
         in_place={0: kernels.forward_over_input},
         in_place_if=_takes_statistics_first,
     ),
-    _aten.native_batch_norm.default: OpRule(recompute_as=_aten.native_batch_norm.default),
+    _aten.native_batch_norm.default: OpRule(
+        recompute_as=_aten.native_batch_norm.default, binding=torch.native_batch_norm
+    ),
     _aten.miopen_batch_norm.default: OpRule(recompute_as=_aten.miopen_batch_norm.default),
     kernels.cudnn_batch_norm: OpRule(recompute_as=kernels.cudnn_batch_norm),
     kernels.cudnn_batch_norm_updating: OpRule(recompute_as=kernels.cudnn_batch_norm),

@@ -43,6 +43,7 @@ RULES = {
         tile=convolution_tiles,
         chunks=Chunks(convolution_in_chunks, sample_counts),
         slices_keep_bits=True,
+        binding=torch.convolution,
     ),
     _aten.convolution_backward.default: OpRule(
         batch=rows(0, 1, when=makes_weight_gradient_only),

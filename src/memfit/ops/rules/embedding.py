@@ -40,6 +40,7 @@ def _can_add(call: fx.Node) -> bool:
 RULES = {
     _aten.embedding.default: OpRule(
         batch=_embedding,
+        binding=torch.embedding,
         fill=Fill(operand=1, fill=lambda indices, args: indices.random_(0, max(1, int(args[0].shape[0])))),
     ),
     _aten.embedding_dense_backward.default: OpRule(

@@ -38,7 +38,7 @@ def _group_norm(call: fx.Node | Call, batch: int) -> Axes | None:
 
 
 RULES = {
-    _aten.native_group_norm.default: OpRule(batch=_group_norm),
+    _aten.native_group_norm.default: OpRule(batch=_group_norm, binding=torch.native_group_norm),
     _aten.native_group_norm_backward.default: OpRule(batch=_group_norm, sums=frozenset({1, 2})),
     sums_of_space: OpRule(
         batch=rows(0, 1),

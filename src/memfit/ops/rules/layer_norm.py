@@ -31,7 +31,9 @@ def _normalised(*positions: int) -> Callable[[fx.Node | Call, int], Axes | None]
 
 
 RULES = {
-    _aten.native_layer_norm.default: OpRule(batch=_normalised(0), slices_keep_bits=True),
+    _aten.native_layer_norm.default: OpRule(
+        batch=_normalised(0), slices_keep_bits=True, binding=torch.native_layer_norm
+    ),
     _aten.native_layer_norm_backward.default: OpRule(batch=_normalised(0, 1, 3, 4), sums=frozenset({1, 2})),
     _aten._fused_rms_norm.default: OpRule(batch=_normalised(0)),
     _aten._fused_rms_norm_backward.default: OpRule(batch=_normalised(0, 1, 3), sums=frozenset({1})),

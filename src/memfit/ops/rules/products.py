@@ -49,9 +49,10 @@ RULES = {
         batch=rows(0),
         reads_matrix=True,
         accumulation=Accumulation(_add_product, lambda call: not call.kwargs),
+        binding=torch.mm,
     ),
-    _aten.addmm.default: OpRule(batch=rows(1, when=_adds_one_row), reads_matrix=True),
-    _aten.bmm.default: OpRule(batch=rows(0, 1)),
+    _aten.addmm.default: OpRule(batch=rows(1, when=_adds_one_row), reads_matrix=True, binding=torch.addmm),
+    _aten.bmm.default: OpRule(batch=rows(0, 1), binding=torch.bmm),
     _aten.baddbmm.default: OpRule(batch=_biased_product),
     product_over_rows: OpRule(batch=_added_product, sums=frozenset({0}), reads_matrix=True),
 }

@@ -63,6 +63,7 @@ RULES = {
         (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
         OpRule(batch=not_along(2, 0, 1)),
     ),
-    **dict.fromkeys((_aten.mean.dim, _aten.amax.default, _aten.amin.default), OpRule(batch=_reduction)),
-    _aten.sum.dim_IntList: OpRule(batch=_reduction, sums=frozenset({0}), sums_if=_reduces_samples),
+    **dict.fromkeys((_aten.amax.default, _aten.amin.default), OpRule(batch=_reduction)),
+    _aten.mean.dim: OpRule(batch=_reduction, binding=torch.mean),
+    _aten.sum.dim_IntList: OpRule(batch=_reduction, sums=frozenset({0}), sums_if=_reduces_samples, binding=torch.sum),
 }

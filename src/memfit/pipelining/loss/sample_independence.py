@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError
+from memfit.ops.registry import rule_of
 from memfit.pipelining.loss.scaling import totals
 from memfit.pipelining.loss.traced import TracedLoss
 from memfit.pipelining.partition.forward_graph import ForwardGraph
@@ -71,13 +72,6 @@ def _takes_statistics(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 _aten = torch.ops.aten
 
-_ONLY_SHAPED = {
-    *(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default),
-    *(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default),
-    *(_aten.rand_like.default, _aten.randn_like.default),
-}
-"""Ops that read only the shape of their operand."""
-
 
 def refuse_mixing(few: TracedLoss, more: TracedLoss, samples: Collection[int]) -> None:
     """Refuses a model in which a result other than the loss is computed from several samples.
@@ -100,7 +94,7 @@ def refuse_mixing(few: TracedLoss, more: TracedLoss, samples: Collection[int]) -
     read = _read_by_loss(few.loss)
     of_samples = {node for leaf, node in few.leaves.items() if leaf in samples}
     for node, other in zip(here, there, strict=True):
-        if of_samples.isdisjoint(node.all_input_nodes) or node.target in _ONLY_SHAPED:
+        if of_samples.isdisjoint(node.all_input_nodes) or not rule_of(node.target).reads_values:
             continue
         of_samples.add(node)
         if node not in read or node in added or not _is_floating(node):
@@ -125,7 +119,7 @@ def _read_by_loss(loss: fx.Node) -> set[fx.Node]:
         node = waiting.pop()
         if node not in read:
             read.add(node)
-            waiting += [] if node.target in _ONLY_SHAPED else node.all_input_nodes
+            waiting += node.all_input_nodes if rule_of(node.target).reads_values else []
     return read
 
 

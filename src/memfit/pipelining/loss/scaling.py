@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from memfit.errors import CaptureError
+from memfit.ops.registry import rule_of
 from memfit.pipelining.loss.traced import TracedLoss
 from memfit.torch_compat.core import OpOverload
 
@@ -29,10 +30,9 @@ __all__ = ["Kind", "LossReading", "Part", "loss_shares", "read_loss", "totals"]
 
 _aten = torch.ops.aten
 
-_SAME = {
-    *(_aten.neg.default, _aten.clone.default, _aten.view.default, _aten._to_copy.default, _aten.squeeze.default),
-    *(_aten.alias.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
-}
+_SAME = (_aten.neg.default, _aten.clone.default, _aten._to_copy.default, _aten.reshape.default)
+"""Ops, in addition to views, that keep a number up to its sign."""
+
 _MEAN, _SUM = 1, 2
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
@@ -115,7 +115,7 @@ class _Reader:
             return [Part(kind=Kind.SUM)]
         if not _is_scalar(node):
             return self._refuse(node)
-        if target in _SAME:
+        if target in _SAME or rule_of(target).view is not None:
             return self.read(node.args[0])
         if target in (_aten.add.Tensor, _aten.sub.Tensor):
             return [*self.read(node.args[0]), *self.read(node.args[1])]

@@ -21,6 +21,8 @@ import torch
 from torch import fx
 
 from memfit.fxir.marks import is_tangent
+from memfit.ops.op_rule import View
+from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import PlainAOTOutput, TangentAOTInput, conv_backend, current_autograd_node
 
 __all__ = ["RECORD", "repeating", "sum_as_arrived"]
@@ -32,14 +34,11 @@ _aten = torch.ops.aten
 _SUMS = (_aten.sum.dim_IntList, _aten.sum.default, _aten.native_batch_norm_backward.default)
 """Ops that add up their first operand in the layout in which it arrives; their results do not lie as it does."""
 
+_OF_ANY_LAYOUT = (View.NOTHING, View.AXES, View.TWO_AXES, View.SHAPE)
+"""Views that do not depend on the strides of their operand, but for whether a shape is possible."""
+
 _COPYING = ("Mkldnn", "???", "SlowDilated2d", "SlowDilated3d", "SlowTranspose3d")
 """Backends of convolutions that add up a copy of the gradient themselves. `???` is oneDNN, transposed."""
-
-_RESHAPING = (_aten.view.default, _aten._unsafe_view.default)
-_VIEWS = (
-    *_RESHAPING,
-    *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default, _aten.unsqueeze.default),
-)
 
 _View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """An op that makes a view, and its arguments behind the tensor."""
@@ -110,14 +109,14 @@ def _bias_only(op: Callable[..., Any], arrived: _Arrived) -> Callable[..., Any]:
 def _views_behind(node: fx.Node) -> tuple[tuple[_View, ...], fx.Node]:
     """The views through which a value is read, first one first, and the node that they are views of."""
     views: list[_View] = []
-    while node.target in _VIEWS and not node.kwargs and len(node.all_input_nodes) == 1:
-        views.append((node.target, node.args[1:]))
+    while rule_of(node.target).view in _OF_ANY_LAYOUT and not node.kwargs and len(node.all_input_nodes) == 1:
+        views.append((cast(Callable[..., torch.Tensor], node.target), node.args[1:]))
         node = node.all_input_nodes[0]
     return tuple(reversed(views)), node
 
 
 def _arrived(output: int, views: Sequence[_View]) -> _Arrived:
-    reshapes = any(view in _RESHAPING for view, _ in views)
+    reshapes = any(rule_of(view).view is View.SHAPE for view, _ in views)
 
     def arrived() -> torch.Tensor | None:
         record = getattr(current_autograd_node(), RECORD, None)
