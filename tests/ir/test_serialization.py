@@ -127,7 +127,7 @@ def step_graph() -> StepGraph:
     }
     graph = decode_graph(document)
     ops = tuple(op.whole() for op in graph.ops)
-    return replace(graph, baseline=Baseline(ops=ops, storages=graph.storages))
+    return replace(graph, baseline=Baseline(ops=ops, storages=graph.storages, outputs=graph.outputs))
 
 
 @pytest.mark.parametrize(
@@ -151,17 +151,18 @@ def step_graph() -> StepGraph:
         (("ops", 1, "estimated_seconds"), 1.0, "only a planner sets"),
         (("ops", 1, "recompute_as"), {**RELU, "recompute_as": RELU}, "is itself recomputed as another one"),
         (("ops", 1, "recompute_as"), {**RELU, "reads": [5]}, "not among the 5"),
-        (("baseline", "ops", 1, "reads"), [5], "before it is written, without memfit"),
-        (("baseline", "ops", 1, "reads"), [1, 1], "reads a storage twice .*without memfit"),
-        (("baseline", "ops", 1, "name"), "other", "its ops without memfit are others"),
+        (("baseline", "ops", 1, "reads"), [5], "without memfit, op relu uses a storage that is not among the 5"),
+        (("baseline", "ops", 1, "reads"), [1, 1], "without memfit, op relu reads a storage twice"),
+        (("baseline", "ops", 1, "name"), "mm", "without memfit, two of its ops have one name"),
         (("baseline", "ops", 1, "in_place_over"), [1], "more than one way without memfit"),
         (
             ("baseline", "ops", 1, "variants"),
-            [{"chunks": 2, "seconds": 0.0, "workspace_bytes": 0}],
+            [{"chunks": n, "seconds": 0.0, "workspace_bytes": 0} for n in (1, 2)],
             "more than one way",
         ),
-        (("baseline", "storages", 1, "kind"), "static", "its storages without memfit are others"),
-        (("baseline", "storages"), [], "0 storages of the step without memfit"),
+        (("baseline", "storages", 1, "kind"), "static", "without memfit, op mm writes a storage that is static"),
+        (("baseline", "storages"), [], "without memfit, op mm uses a storage that is not among the 0"),
+        (("baseline", "outputs"), [5], "without memfit, an output is not among the 5"),
     ],
 )
 def test_a_damaged_step_is_refused(place: tuple[str | int, ...], value: object, message: str) -> None:
@@ -249,7 +250,7 @@ def test_the_validation_is_that_of_json_schema(record: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 4}, r"a plan file of version 4, and this memfit reads version 5: make it anew"),
+        ({"schema_version": 4}, r"a plan file of version 4, and this memfit reads version 6: make it anew"),
         ({"budget_bytes": True}, r"Expected `int`, got `bool` - at `\$\.budget_bytes`; .* make it anew"),
         ({"budget_bytes": 1.5}, r"Expected `int`, got `float` - at `\$\.budget_bytes`"),
         ({"budget_bytes": 0}, r"Expected `int` >= 1 - at `\$\.budget_bytes`"),

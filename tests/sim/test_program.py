@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.ir.instructions import Compute, Free, Instruction
-from memfit.ir.program import Program, as_they_run, baseline_order, baseline_program, in_their_subgraphs, program_of
+from memfit.ir.program import Program, as_they_run, baseline_order, in_their_subgraphs, program_of, whole_program
 from memfit.sim.simulator import live_storages_at, simulate
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import orders, step_graphs
@@ -126,7 +126,7 @@ def test_running_in_place_never_costs_memory(case: tuple[StepGraph, list[int]]) 
     in_place, apart = (simulate(graph, program_of(graph, order, in_place=p)) for p in (True, False))
     assert in_place.peak_bytes <= apart.peak_bytes
     assert simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes <= (
-        simulate(graph, baseline_program(graph)).peak_bytes
+        simulate(graph, whole_program(graph)).peak_bytes
     )
 
 
@@ -185,7 +185,7 @@ def test_a_chain_by_hand() -> None:
     assert (timeline.peak_bytes, timeline.peak_position, timeline.forward_end_bytes) == (128, 5, 120)
     assert (timeline.step_seconds, timeline.recompute_seconds, timeline.overhead) == (5.0, 0.0, 0.0)
 
-    plain = simulate(chain(), baseline_program(chain()))
+    plain = simulate(chain(), whole_program(chain()))
     assert plain.peak_bytes == 100 + 16 + 4 + 4 + 16
 
     again = simulate(chain(random_state_bytes=1), program_of(chain(random_state_bytes=1), [0, 1, 0, 2, 3, 4]))

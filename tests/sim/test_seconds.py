@@ -18,7 +18,7 @@ from memfit.sim.simulator import simulate, simulate_baseline
 def baseline_of(graph: StepGraph, **activation: Any) -> StepGraph:
     """The step with another activation in its baseline step."""
     ops = tuple(replace(op.whole(), **activation if op.name == "relu" else {}) for op in graph.ops)
-    return replace(graph, baseline=Baseline(ops=ops, storages=graph.storages))
+    return replace(graph, baseline=Baseline(ops=ops, storages=graph.storages, outputs=graph.outputs))
 
 
 def step(activation: Op) -> StepGraph:

@@ -10,7 +10,7 @@ Known limits: a gradient that passes through code between subgraphs counts from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from msgspec import structs
@@ -23,7 +23,7 @@ from memfit.fxir.marks import HALF_OF, is_tangent
 from memfit.ir.graph import Baseline, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.torch_compat.core import OpOverload
 
-__all__ = ["join"]
+__all__ = ["join", "join_baseline"]
 
 _RANDOM_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -129,33 +129,37 @@ def join(
         if storages[numbers[i][s]].kind is StorageKind.TANGENT and numbers[i][s] not in passed
     )
     held = returned_tangents if _FREES_TANGENTS or last else tangents
-    ops = tuple(op for op, _ in pairs)
     graph = StepGraph(
-        ops=ops,
+        ops=tuple(op for op, _ in pairs),
         storages=tuple(storages),
-        baseline=_baseline(subgraphs, numbers, ops, storages),
         outputs=tuple(dict.fromkeys((*outputs, *held, *by_loss))),
     )
     return graph, tuple(joint for _, joint in pairs)
 
 
-def _baseline(
-    subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], ops: Sequence[Op], storages: Sequence[Storage]
-) -> Baseline:
-    """The step without memfit, whose ops have no costs yet."""
-    reads: dict[str, tuple[int, ...]] = {}
-    nbytes: dict[int, int] = {}
-    for index, (subgraph, number) in enumerate(zip(subgraphs.subgraphs, numbers, strict=True)):
-        for op in subgraph.reading.ops:
-            if op.baseline_reads is not None:
-                reads[_name(op, index)] = tuple(dict.fromkeys(number[s] for s in op.baseline_reads))
-        for local, storage in enumerate(subgraph.reading.storages):
-            if storage.baseline_nbytes:
-                nbytes[number[local]] = storage.baseline_nbytes
-    return Baseline(
-        ops=tuple(structs.replace(op.whole(), reads=reads.get(op.name, op.reads)) for op in ops),
-        storages=tuple(structs.replace(s, nbytes=nbytes.get(index, s.nbytes)) for index, s in enumerate(storages)),
+def join_baseline(
+    subgraphs: Subgraphs, loss_bytes: int, device_type: str, *, held_bytes: int = 0
+) -> tuple[Baseline, tuple[JointOp | None, ...]]:
+    """Joins the baseline steps of all subgraphs into one, whose ops have no costs yet.
+
+    Args:
+        subgraphs: see `join`.
+        loss_bytes: see `join`.
+        device_type: see `join`.
+        held_bytes: see `join`.
+
+    Returns:
+        The baseline step, and for each of its ops the joint op that it came from, as `join` returns them.
+    """
+    untouched: list[Subgraph] = []
+    for subgraph in subgraphs.subgraphs:
+        assert subgraph.trace is not None, "a captured subgraph was traced"
+        untouched.append(replace(subgraph, reading=subgraph.trace.read_baseline()))
+    graph, joint_ops = join(
+        replace(subgraphs, subgraphs=tuple(untouched)), loss_bytes, device_type, held_bytes=held_bytes
     )
+    ops = tuple(op.whole() for op in graph.ops)
+    return Baseline(ops=ops, storages=graph.storages, outputs=graph.outputs), joint_ops
 
 
 def _whole_at_first(op: Op) -> Op:

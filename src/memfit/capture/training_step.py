@@ -18,7 +18,7 @@ from memfit.capture.failures import left_to_plain_code
 from memfit.capture.fx_module import OneGraph
 from memfit.capture.gradients.shared_inputs import SharedInputs
 from memfit.capture.gradients.tangents import GradientStrides
-from memfit.capture.link_graphs import join
+from memfit.capture.link_graphs import join, join_baseline
 from memfit.capture.loss.on_values import loss_reading, not_reaching
 from memfit.capture.loss.reading import LossFunction, LossReading
 from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
@@ -44,6 +44,7 @@ class Capture:
         graph: the step, without op times yet.
         subgraphs: the subgraphs that the step was joined from.
         joint_ops: for each op of the graph its joint op; None for the loss and for ops of hooks between subgraphs.
+        baseline_ops: the same for the ops of the baseline step.
         gradient_outputs: which outputs of the last subgraph receive gradients; None for all.
         assumed: those of them that the module does not return; only the loop can tell whether they receive a gradient.
         without_gradient: outputs of the last subgraph that were detached because the loop brought them no gradient, or
@@ -62,6 +63,7 @@ class Capture:
     graph: StepGraph
     subgraphs: Subgraphs
     joint_ops: tuple[JointOp | None, ...]
+    baseline_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
     assumed: frozenset[int] = frozenset()
     without_gradient: frozenset[int] = frozenset()
@@ -158,9 +160,11 @@ def capture_step(
             f"backward pass to plan (device: {device_type}); is everything frozen or detached, or, on the meta "
             "device, does the model look at values? Then build it on a real device"
         )
+    baseline, baseline_ops = join_baseline(bare, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     cost = optimizer_cost(optimizer, device_type)
     graph = structs.replace(
         graph,
+        baseline=baseline,
         residents=residents_of(model, args, kwargs, subgraphs, loss, cost, device_type),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
@@ -171,6 +175,7 @@ def capture_step(
         graph=graph,
         subgraphs=bare,
         joint_ops=joint_ops,
+        baseline_ops=baseline_ops,
         gradient_outputs=subgraphs.gradient_outputs,
         assumed=assumed if options.cut else frozenset(),
         without_gradient=options.without_gradient,
@@ -207,6 +212,7 @@ def read_again(
     was = capture.graph
     graph = structs.replace(
         graph,
+        baseline=was.baseline,
         residents=capture.residents,
         after_step_bytes=was.after_step_bytes,
         tiers=was.tiers,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import cast
 
-import torch
 from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import owns_memory
-from memfit.fxir.marks import BASELINE_NBYTES, is_tangent
+from memfit.fxir.marks import is_tangent
 from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
 
@@ -26,41 +23,20 @@ class JointStorage:
     nbytes: int
     kind: StorageKind
 
-    @property
-    def baseline_nbytes(self) -> int:
-        """Size in the step without memfit if it differs, else 0: eager CPU dropout saves a mask of the data's dtype."""
-        if BASELINE_NBYTES in self.base.meta:
-            return int(self.base.meta[BASELINE_NBYTES])
-        call, value = self.base.args[:1], self.base.meta["val"]
-        if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
-            return 0
-        source = cast(fx.Node, call[0])
-        if source.target is not torch.ops.aten.native_dropout.default:
-            return 0
-        return int(value.numel() * cast(fx.Node, source.args[0]).meta["val"].element_size())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointOp:
-    """A node that computes, and the call that recomputes it if that is another call (`memfit.fxir.call`).
-
-    In the step without memfit, the op may read other storages (`baseline_reads`), another call may run in its place
-    (`baseline_call`), or no call at all (`baseline_free`).
-    """
+    """A node that computes, and the call that recomputes it if that is another call (`memfit.fxir.call`)."""
 
     node: fx.Node
     phase: Phase
     module: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    baseline_reads: tuple[int, ...] | None
-    baseline_call: Call | None
-    baseline_free: bool
-    in_place_over: tuple[int, ...]
-    in_place_argument: int | None
-    baseline_in_place: bool
-    random: bool
-    recomputable: bool
+    in_place_over: tuple[int, ...] = ()
+    in_place_argument: int | None = None
+    random: bool = False
+    recomputable: bool = False
     recompute_as: Call | None = None
     recompute_reads: tuple[int, ...] = ()
     by_slices: BySlices | None = None

@@ -15,8 +15,6 @@ from torch import fx
 __all__ = [
     "HALF_OF",
     "METADATA_ONLY_PREFIX",
-    "BASELINE_CALL",
-    "BASELINE_NBYTES",
     "SEPARATED",
     "STANDS_FOR",
     "is_tangent",
@@ -39,10 +37,6 @@ STANDS_FOR = "memfit_stands_for"
 
 HALF_OF = "memfit_half_of"
 """Mark in the `meta` of a node: name of the call that makes the results of both nodes with this mark at once."""
-
-
-BASELINE_NBYTES = "memfit_baseline_nbytes"
-"""Mark in the `meta` of a node: bytes of its memory in the step without memfit, where they differ."""
 
 
 def returned_storages(graph: fx.Graph) -> set[int | None]:
@@ -78,9 +72,6 @@ def is_view(node: fx.Node) -> bool:
         isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == value.untyped_storage()._cdata for o in operands
     )
 
-
-BASELINE_CALL = "memfit_baseline_call"
-"""Mark in the `meta` of a node: the call that runs in its place in the step without memfit, None for no call."""
 
 SEPARATED = "memfit_separated"
 """Mark in the `meta` of a node: the key of the weight gradient that it makes a part of

@@ -244,19 +244,17 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
 
 
 class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Ops and storages of the step without memfit; each stands at the index of its counterpart in the planned step.
-
-    An op that only the planned step runs reads nothing and takes no time here. Where another call runs in the place of
-    an op, the op has the costs and operands of that call: for example, it reads a tensor of which the planned step
-    needs only the shape.
+    """Ops and storages of the step without memfit, as they were traced; the planned step has others.
 
     Attributes:
         ops: run whole, in new memory, once.
-        storages: with their sizes in that step.
+        storages: the storages that these ops read and write.
+        outputs: the storages that the caller holds (see `StepGraph.outputs`).
     """
 
     ops: Annotated[tuple[Op, ...], MOST_ITEMS]
     storages: Annotated[tuple[Storage, ...], MOST_ITEMS]
+    outputs: Indices = ()
 
 
 class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -284,14 +282,6 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     label: Words = ""
     tiers: Annotated[tuple[TierLinks, ...], Meta(max_length=len(Tier))] = ()
     baseline: Baseline | None = None
-
-    def __post_init__(self) -> None:
-        baseline = self.baseline
-        if baseline is not None and (len(baseline.ops), len(baseline.storages)) != (len(self.ops), len(self.storages)):
-            raise ValueError(
-                f"{len(baseline.ops)} ops and {len(baseline.storages)} storages of the step without memfit, for "
-                f"{len(self.ops)} ops and {len(self.storages)} storages"
-            )
 
     @property
     def static_bytes(self) -> int:
@@ -355,15 +345,15 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
     def without_memfit(self) -> StepGraph:
         """The step as eager autograd runs it: ops whole, not in place, with its operands and sizes."""
-        found = self.baseline or Baseline(ops=tuple(op.whole() for op in self.ops), storages=self.storages)
-        return structs.replace(self, ops=found.ops, storages=found.storages, baseline=None)
+        found = self.baseline
+        if found is None:
+            return structs.replace(self, ops=tuple(op.whole() for op in self.ops))
+        return structs.replace(self, ops=found.ops, storages=found.storages, outputs=found.outputs, baseline=None)
 
-    def in_order(self, order: Sequence[int]) -> StepGraph:
-        """The step with its ops, and those of the step without memfit, in another order."""
-        baseline = self.baseline
-        if baseline is not None:
-            baseline = structs.replace(baseline, ops=tuple(baseline.ops[i] for i in order))
-        return structs.replace(self, ops=tuple(self.ops[i] for i in order), baseline=baseline)
+    def as_baseline(self) -> Baseline:
+        """The step without memfit, which stays the same when a lever changes this step."""
+        found = self.without_memfit()
+        return Baseline(ops=found.ops, storages=found.storages, outputs=found.outputs)
 
     def producers(self) -> list[int]:
         """For each storage the op that writes it, -1 for static storages."""

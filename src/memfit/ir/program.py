@@ -28,8 +28,8 @@ __all__ = [
     "dying_after",
     "in_their_subgraphs",
     "baseline_order",
-    "baseline_program",
     "program_of",
+    "whole_program",
     "are_recomputed",
 ]
 
@@ -93,13 +93,10 @@ def baseline_order(graph: StepGraph) -> list[int]:
     return list(range(len(graph.ops)))
 
 
-def baseline_program(graph: StepGraph) -> Program:
-    """The baseline step, as eager autograd runs it.
-
-    It differs from `program_of(baseline_order)`: no storage is overwritten in place, every op runs whole, and no
-    storage is freed before the last op that reads it without memfit.
-    """
-    return program_of(graph.without_memfit(), baseline_order(graph))
+def whole_program(graph: StepGraph) -> Program:
+    """Every op once, whole and in new memory: of a step without memfit, the step as eager autograd runs it."""
+    whole = structs.replace(graph, ops=tuple(op.whole() for op in graph.ops))
+    return program_of(whole, baseline_order(whole))
 
 
 def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:

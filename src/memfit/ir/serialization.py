@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.ir.graph import Baseline, Phase, StepGraph, StorageKind
+from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.jsonfile import as_document, record_of
 from memfit.ir.slicing import BySlices
 
@@ -92,25 +92,11 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
     if any(index >= count for index in graph.outputs):
         yield f"an output is not among the {count} storages of the step"
     if graph.baseline is not None:
-        yield from _broken_baseline(graph, graph.baseline)
-
-
-def _broken_baseline(graph: StepGraph, baseline: Baseline) -> Iterator[str]:
-    """Violations by the step without memfit, whose ops and storages are counterparts of those of the step."""
-    kinds = [storage.kind for storage in graph.storages]
-    if [storage.kind for storage in baseline.storages] != kinds:
-        yield "its storages without memfit are others"
-    if [(op.name, op.writes) for op in baseline.ops] != [(op.name, op.writes) for op in graph.ops]:
-        yield "its ops without memfit are others"
-        return
-    written = {index for index, kind in enumerate(kinds) if kind is StorageKind.STATIC}
-    for op in baseline.ops:
-        other_ways = (op.variants, op.in_place_over, op.in_place_seconds, op.recompute_as, op.by_slices)
-        if any(way not in (None, ()) for way in other_ways):
-            yield f"op {op.name} runs in more than one way without memfit"
-        if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
-            yield f"op {op.name} reads a storage twice or before it is written, without memfit"
-        written.update(op.writes)
+        yield from (f"without memfit, {problem}" for problem in _broken_promises(graph.without_memfit()))
+        for op in graph.baseline.ops:
+            other_ways = (op.variants, op.in_place_over, op.in_place_seconds, op.recompute_as, op.by_slices)
+            if any(way not in (None, ()) for way in other_ways):
+                yield f"op {op.name} runs in more than one way without memfit"
 
 
 def _says_how_it_is_cut(slices: BySlices) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 
 from msgspec import structs
 
-from memfit.ir.graph import Baseline, Op, Phase, StepGraph, Storage, StorageKind, Stream
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Stream
 from memfit.ir.residents import ResidentKind
 from memfit.ir.tiers import Tier, TierLinks, slot_bytes
 
@@ -80,10 +80,9 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         )
 
     storages = tuple(moved(index, storage) for index, storage in enumerate(graph.storages))
-    without_memfit = graph.without_memfit()
     changed = structs.replace(
         graph,
-        baseline=Baseline(ops=without_memfit.ops, storages=without_memfit.storages),
+        baseline=graph.as_baseline(),
         storages=storages,
         tiers=(),
     ).beside("transfers", graph.buffer_bytes(set(placed.values())), ResidentKind.TRANSFER_BUFFER)

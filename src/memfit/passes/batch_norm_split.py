@@ -18,8 +18,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from memfit.fxir.call import Call
-from memfit.fxir.marks import BASELINE_CALL
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, normalise, statistics_from_sums, sums_of_data
 from memfit.ops.recompute import lies_as
 from memfit.passes.replace_uses import replace_uses
@@ -43,19 +41,18 @@ def split_batch_norm(module: fx.GraphModule) -> None:
             continue
         if not lies_as(normalise, (data, *values[1:3], weight, bias), values[0]):
             continue
-        whole = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
         with graph.inserting_before(node):
             sums = graph.call_function(sums_of_data, (data,))
             with detect_fake_mode(data.meta["val"]) or nullcontext():
                 like = torch.empty((2, shape[1]), dtype=torch.float64, device=values[0].device)
-            sums.meta = {**node.meta, "val": like, BASELINE_CALL: None}
+            sums.meta = {**node.meta, "val": like}
             statistics = graph.call_function(
                 statistics_from_sums, (sums, running_mean, running_var, count, momentum, eps, values[1].dtype)
             )
-            statistics.meta = {**node.meta, "val": values[1:], BASELINE_CALL: None}
+            statistics.meta = {**node.meta, "val": values[1:]}
             mean, invstd = (_result(graph, statistics, place, results.get(place + 1)) for place in (0, 1))
             made = graph.call_function(normalise, (data, mean, invstd, weight, bias))
-            made.meta = {**node.meta, "val": values[0], BASELINE_CALL: whole}
+            made.meta = {**node.meta, "val": values[0]}
         replace_uses(results.pop(0), made)
         for place, user in results.items():
             replace_uses(user, _result(graph, statistics, place - 1, user))
@@ -72,7 +69,6 @@ def _result(graph: fx.Graph, node: fx.Node, place: int, like: fx.Node | None) ->
     with graph.inserting_after(node):
         taken = graph.call_function(operator.getitem, (node, place))
     taken.meta = dict(like.meta) if like is not None else {**node.meta, "val": node.meta["val"][place]}
-    taken.meta.pop(BASELINE_CALL, None)
     return taken
 
 
@@ -89,16 +85,15 @@ def split_batch_norm_backward(module: fx.GraphModule) -> None:
         parts = (gradient, data, weight, mean, invstd, *values[1:3], count)
         if not lies_as(input_gradient_from_sums, parts, values[0]):
             continue
-        whole = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
         with graph.inserting_before(node):
             sums = graph.call_function(node.target, (*node.args[:-1], [False, True, True]))
-            sums.meta = {**node.meta, "val": (None, *values[1:]), BASELINE_CALL: None}
+            sums.meta = {**node.meta, "val": (None, *values[1:])}
             of_weight, of_bias = (graph.call_function(operator.getitem, (sums, place)) for place in (1, 2))
             of_weight.meta, of_bias.meta = dict(results[1].meta), dict(results[2].meta)
             made = graph.call_function(
                 input_gradient_from_sums, (gradient, data, weight, mean, invstd, of_weight, of_bias, count)
             )
-            made.meta = {**node.meta, "val": values[0], BASELINE_CALL: whole}
+            made.meta = {**node.meta, "val": values[0]}
         for user, replacement in ((results[0], made), (results[1], of_weight), (results[2], of_bias)):
             replace_uses(user, replacement)
             graph.erase_node(user)

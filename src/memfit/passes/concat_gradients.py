@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from memfit.fxir.marks import BASELINE_NBYTES, is_view
+from memfit.fxir.marks import is_view
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, takes_input_shape_only
 from memfit.ops.registry import rule_of
 from memfit.passes.replace_uses import replace_uses
@@ -56,14 +56,10 @@ def separate_input_slices(module: fx.GraphModule) -> None:
             made = graph.call_function(convolution_input_slices, (*node.args, cuts))
         slices = [_contiguous(user.meta["val"]) for user in readers]
         made.meta = {**node.meta, "val": tuple(slices)}
-        position = {n: i for i, n in enumerate(graph.nodes)}
-        last = max(readers, key=lambda user: max(position[reader] for reader in user.users))
         for number, user in enumerate(readers):
             with graph.inserting_before(node):
                 item = graph.call_function(operator.getitem, (made, number))
-            # Without memfit the slice that is read last keeps the memory of all slices alive.
-            nbytes = value.numel() * value.element_size() if user is last else 1
-            item.meta = {**user.meta, "val": slices[number], BASELINE_NBYTES: nbytes}
+            item.meta = {**user.meta, "val": slices[number]}
             replace_uses(user, item)
             graph.erase_node(user)
         graph.erase_node(node)

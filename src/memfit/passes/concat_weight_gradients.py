@@ -24,13 +24,12 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import BASELINE_CALL, BASELINE_NBYTES, SEPARATED, returned_storages, storage_key
+from memfit.fxir.marks import SEPARATED, returned_storages, storage_key
 from memfit.fxir.signature import cost_key, describe
 from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = [
-    "is_of_concatenation",
     "is_separable_key",
     "operands_of_data",
     "separable_key",
@@ -82,13 +81,6 @@ def operands_of_data(node: fx.Node | Call) -> list[fx.Node]:
     return list(cast(Any, node.args[1]).args[0])
 
 
-def is_of_concatenation(call: fx.Node | Call) -> bool:
-    """Whether a call computes the weight gradient of a convolution that reads a concatenation."""
-    data = call.args[1] if len(call.args) > 1 else None
-    ours = call.target is _aten.convolution_backward.default
-    return ours and isinstance(data, fx.Node) and data.target is _aten.cat.default
-
-
 def separable_key(call: fx.Node | Call) -> str:
     """Key of the properties that decide whether the parts have the bits of the whole."""
     return f"{cost_key(call)}{_FROM}{describe(operands_of_data(call))}"
@@ -127,7 +119,6 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
     stops = list(itertools.accumulate(operand.meta["val"].shape[1] for operand in operands))
     parts: list[fx.Node] = []
     of_bias: fx.Node | None = None
-    plain = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
 
     def call(target: Any, args: tuple[Any, ...]) -> fx.Node:
         made = graph.call_function(target, args)
@@ -141,15 +132,12 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
             channels = call(_aten.slice.Tensor, (weight, 1, start, stop))
             bias = bool(mask[2]) and number == 0
             made = call(node.target, (gradient, operand, channels, *settings, [False, True, bias]))
-            made.meta[BASELINE_CALL] = plain if number == 0 else None
             parts.append(call(operator.getitem, (made, 1)))
-            # Without memfit the whole is made at once.
-            parts[-1].meta[BASELINE_NBYTES] = of_weight.numel() * of_weight.element_size() if number == 0 else 1
             if bias and 2 in results:
                 of_bias = call(operator.getitem, (made, 2))
                 of_bias.meta = {**results[2].meta, "val": of_bias.meta["val"]}
         together = graph.call_function(_aten.cat.default, (parts, 1))
-        together.meta = {**node.meta, "val": of_weight, BASELINE_CALL: None}
+        together.meta = {**node.meta, "val": of_weight}
     if 1 in results:
         replace_uses(results[1], together)
         graph.erase_node(results[1])

@@ -32,8 +32,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from memfit.fxir.call import Call
 from memfit.fxir.marks import (
-    BASELINE_NBYTES,
     HALF_OF,
     METADATA_ONLY_PREFIX,
     STANDS_FOR,
@@ -54,6 +54,7 @@ from memfit.torch_compat.core import OpOverload, detect_fake_mode
 
 __all__ = [
     "drop_clones",
+    "halves_of",
     "hoist_weight_gradients",
     "metadata_only_attribute",
     "metadata_only_shape_operands",
@@ -75,33 +76,58 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
-        mask = node.args[-1]
-        if len(node.args) != 11 or not (mask[0] and mask[1]):
-            continue
-        grad_output, data, weight, *rest = node.args[:-1]
-        target = convolution_input_gradient
-        if not takes_input_shape_only(data.meta["val"], weight.meta["val"], *rest):
-            if not rounded:
-                continue
-            target = input_gradient_beside_stand_in
+        halves = halves_of(node, rounded=rounded)
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        if len(getitems) != len(node.users) or 0 not in getitems:
+        if halves is None or len(getitems) != len(node.users) or 0 not in getitems:
             continue
-        values = node.meta["val"]
+        of_data, of_weight = halves
+        grad_output, data, *rest = of_data.args
         with graph.inserting_before(node):
-            half = graph.call_function(
-                _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
-            )
-            half.meta = {**node.meta, "val": (None, values[1], values[2])}
-            metadata_only = metadata_only_attribute(module, data)
-            gradient = graph.call_function(target, (grad_output, metadata_only, weight, *rest))
-            gradient.meta = {**node.meta, "val": values[0]}
+            half = graph.call_function(of_weight.target, of_weight.args)
+            half.meta = of_weight.meta
+            gradient = graph.call_function(of_data.target, (grad_output, metadata_only_attribute(module, data), *rest))
+            gradient.meta = of_data.meta
         replace_uses(getitems[0], gradient)
         graph.erase_node(getitems[0])
         for index in (1, 2):
             if index in getitems:
                 getitems[index].update_arg(0, half)
         graph.erase_node(node)
+
+
+def halves_of(node: fx.Node, *, rounded: bool = False) -> tuple[Call, Call] | None:
+    """The calls that make the gradients of a convolution's input and of its weight one after the other.
+
+    Args:
+        node: a convolution backward.
+        rounded: see `split_convolution_backward`.
+
+    Returns:
+        The two calls; None if the node makes one of them only, or its kernel computes both from the input.
+    """
+    mask = cast(Any, node.args[-1])
+    if len(node.args) != 11 or not (mask[0] and mask[1]):
+        return None
+    grad_output, data, weight, *rest = cast(tuple[Any, ...], node.args[:-1])
+    target = convolution_input_gradient
+    if not takes_input_shape_only(data.meta["val"], weight.meta["val"], *rest):
+        if not rounded:
+            return None
+        target = input_gradient_beside_stand_in
+    values = node.meta["val"]
+    of_data = Call(
+        name=node.name,
+        target=target,
+        args=(grad_output, data, weight, *rest),
+        meta={**node.meta, "val": values[0]},
+    )
+    of_weight = Call(
+        name=node.name,
+        target=_aten.convolution_backward.default,
+        args=(*node.args[:-1], [False, True, bool(mask[2])]),
+        meta={**node.meta, "val": (None, *values[1:])},
+    )
+    return of_data, of_weight
 
 
 def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
@@ -184,15 +210,9 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
         values = [gradient.meta["val"], pooled.meta["val"]]
         with detect_fake_mode(values) or nullcontext():
             early.meta = {**masked.meta, "val": masked.target(*values, 0)}
-        # Without memfit the mask is applied to the large gradient: gradient and result are live, the indices are not.
-        early.meta[BASELINE_NBYTES] = _nbytes(masked) - _nbytes(results[1])
         unpooled.update_arg(0, early)
         replace_uses(masked, unpooled)
         graph.erase_node(masked)
-
-
-def _nbytes(node: fx.Node) -> int:
-    return int(node.meta["val"].untyped_storage().nbytes())
 
 
 def metadata_only_shape_operands(module: fx.GraphModule) -> None:

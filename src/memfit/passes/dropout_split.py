@@ -12,72 +12,117 @@ because the kernel draws in this order.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from memfit.fxir.call import Call
-from memfit.fxir.marks import BASELINE_CALL, BASELINE_NBYTES
 from memfit.ops.kernels.dropout import drawn, kept_scale, masked
 from memfit.passes.conv_backward_split import metadata_only_attribute
 from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
-__all__ = ["mask_by_bytes", "split_dropout"]
+__all__ = ["mask_by_bytes", "noise_at_once", "split_dropout"]
 
 _aten = torch.ops.aten
 
 
 def mask_by_bytes(module: fx.GraphModule) -> None:
     """Saves masks of one byte per element where eager saves noise of the data's dtype; draws need no memory to fill."""
+    _replace_draws(module, _mask)
+
+
+def noise_at_once(module: fx.GraphModule) -> None:
+    """Makes the result of a dropout and its noise in one call, as eager does; its steps need no memory of their own."""
+    _replace_draws(module, _noise)
+
+
+def _replace_draws(module: fx.GraphModule, replace: Callable[[fx.GraphModule, _Noise], bool]) -> None:
+    """Replaces draws, which only say what they fill, by a function for noise that only multiplies."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=drawn):
         for copy in [user for user in node.users if user.target is _aten.copy.default and user.args[1] is node]:
             if _alike(copy, node):
                 replace_uses(copy, node)
                 graph.erase_node(copy)
-        noise = next(iter(node.users), None)
-        if noise is None or len(node.users) != 1 or not _take_apart(module, node, noise):
+        found = _noise_of(node)
+        if found is None or not replace(module, found):
             with graph.inserting_before(node):
                 node.update_arg(0, metadata_only_attribute(module, node))
     graph.eliminate_dead_code()
 
 
-def _take_apart(module: fx.GraphModule, drawing: fx.Node, noise: fx.Node) -> bool:
-    """Replaces noise that only multiplies by a mask; returns False if the noise has other uses."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noise:
+    """Noise that only multiplies.
+
+    Attributes:
+        drawing: the node that draws zeros and ones.
+        noise: the node that divides them by the probability of a one.
+        products: the products with the noise, and the data in each.
+    """
+
+    drawing: fx.Node
+    noise: fx.Node
+    products: tuple[tuple[fx.Node, fx.Node], ...]
+
+
+def _noise_of(drawing: fx.Node) -> _Noise | None:
+    """The noise that is made of a draw; None if the draw or the noise has other uses."""
     value, kept = drawing.meta["val"], drawing.args[1]
-    if noise.target is not _aten.div.Scalar or noise.args != (drawing, kept) or not value.dtype.is_floating_point:
-        return False
-    scale = kept_scale(cast(float, kept), value)
-    if scale is None or not noise.users:
-        return False
+    noise = next(iter(drawing.users), None)
+    if noise is None or len(drawing.users) != 1 or not noise.users or not value.dtype.is_floating_point:
+        return None
+    if noise.target is not _aten.div.Scalar or noise.args != (drawing, kept):
+        return None
     products: list[tuple[fx.Node, fx.Node]] = []
     for product in noise.users:
         others = [one for one in product.args if one is not noise]
         if product.target is not _aten.mul.Tensor or len(others) != 1 or not isinstance(others[0], fx.Node):
-            return False
+            return None
         data = others[0].meta["val"]
         if data.shape != value.shape or data.dtype is not value.dtype:
-            return False
+            return None
         products.append((product, others[0]))
-    graph = module.graph
+    return _Noise(drawing=drawing, noise=noise, products=tuple(products))
+
+
+def _noise(module: fx.GraphModule, found: _Noise) -> bool:
+    graph, drawing = module.graph, found.drawing
+    first, data = found.products[0]
+    with graph.inserting_before(first):
+        both = graph.call_function(eager_dropout, (data, drawing.args[1]))
+        result, noise = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+    both.meta = {**first.meta, "val": (first.meta["val"], drawing.meta["val"])}
+    result.meta, noise.meta = dict(first.meta), dict(drawing.meta)
+    replace_uses(first, result)
+    graph.erase_node(first)
+    replace_uses(found.noise, noise)
+    graph.erase_node(found.noise)
+    graph.erase_node(drawing)
+    return True
+
+
+def _mask(module: fx.GraphModule, found: _Noise) -> bool:
+    graph, drawing, noise = module.graph, found.drawing, found.noise
+    value, kept = drawing.meta["val"], drawing.args[1]
+    scale = kept_scale(cast(float, kept), value)
+    if scale is None:
+        return False
     with graph.inserting_before(drawing):
         with detect_fake_mode(value) or nullcontext():
             like = torch.empty_strided(value.shape, value.stride(), dtype=torch.bool, device=value.device)
         mask = graph.call_function(drawn, (metadata_only_attribute(module, drawing, like), kept))
     with detect_fake_mode(value) or nullcontext():
         bits = torch.empty_strided(value.shape, value.stride(), dtype=torch.bool, device=value.device)
-    mask.meta = {**drawing.meta, "val": bits, BASELINE_CALL: None}
-    mask.meta[BASELINE_NBYTES] = value.numel() * value.element_size()
-    for place, (product, data) in enumerate(products):
+    mask.meta = {**drawing.meta, "val": bits}
+    for product, data in found.products:
         with graph.inserting_before(product):
             result = graph.call_function(masked, (data, mask, scale))
         result.meta = dict(product.meta)
-        if not place:
-            both = {**product.meta, "val": (product.meta["val"], value)}
-            result.meta[BASELINE_CALL] = Call(name=product.name, target=_dropped, args=(data, kept), meta=both)
         replace_uses(product, result)
         graph.erase_node(product)
     graph.erase_node(noise)
@@ -90,7 +135,7 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
     return bool(one.shape == two.shape and one.stride() == two.stride() and one.dtype is two.dtype)
 
 
-def _dropped(data: torch.Tensor, kept: float) -> tuple[torch.Tensor, torch.Tensor]:
+def eager_dropout(data: torch.Tensor, kept: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of eager dropout, and the noise that it saves for the backward pass."""
     noise = torch.empty_like(data).bernoulli_(kept).div_(kept)
     return data * noise, noise
@@ -106,22 +151,14 @@ def split_dropout(module: fx.GraphModule) -> None:
         known = len(results) == len(node.users) and value.device.type == "cpu" and value.is_contiguous()
         if not training or not 0 < probability < 1 or not known:
             continue
-        whole = Call(name=node.name, target=node.target, args=node.args, meta=dict(node.meta))
         with graph.inserting_before(node):
             with detect_fake_mode(value) or nullcontext():
                 like = torch.empty_like(value, dtype=torch.bool)
             shape = metadata_only_attribute(module, data, like)
             mask = graph.call_function(_aten.bernoulli.p, (shape, 1 - probability))
             kept = graph.call_function(masked, (data, mask, 1 / (1 - probability)))
-        # Without memfit the mask has the data's dtype.
-        bits = node.meta["val"][1]
-        mask.meta = {
-            **node.meta,
-            "val": bits,
-            BASELINE_CALL: None,
-            BASELINE_NBYTES: value.numel() * value.element_size(),
-        }
-        kept.meta = {**node.meta, "val": node.meta["val"][0], BASELINE_CALL: whole}
+        mask.meta = {**node.meta, "val": node.meta["val"][1]}
+        kept.meta = {**node.meta, "val": node.meta["val"][0]}
         for place, replacement in ((0, kept), (1, mask)):
             if place in results:
                 replace_uses(results[place], replacement)

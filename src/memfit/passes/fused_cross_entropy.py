@@ -26,8 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from memfit.fxir.call import Call
-from memfit.fxir.marks import BASELINE_CALL, is_tangent, is_view, original
+from memfit.fxir.marks import is_tangent, is_view, original
 from memfit.ops.kernels.row_products import SUM, product_over_rows, share_of_mean
 from memfit.ops.registry import rule_of
 from memfit.passes.replace_uses import replace_uses
@@ -70,7 +69,6 @@ def _split_mean(node: fx.Node) -> None:
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if 0 not in results or len(results) != len(node.users):
         return
-    whole = Call(name=node.name, target=node.target, args=node.args, meta=dict(node.meta))
     value = node.meta["val"]
     with graph.inserting_before(node):
         sums = graph.call_function(cast(Any, node.target), (data, target, weight, SUM, ignored))
@@ -78,9 +76,9 @@ def _split_mean(node: fx.Node) -> None:
         mean = graph.call_function(_aten.div.Tensor, (loss, weights))
     with detect_fake_mode(list(value)) or nullcontext():
         mean_value = value[0] / value[1]
-    sums.meta = {**node.meta, BASELINE_CALL: whole}
+    sums.meta = dict(node.meta)
     loss.meta, weights.meta = ({**node.meta, "val": value[place]} for place in (0, 1))
-    mean.meta = {**node.meta, "val": mean_value, BASELINE_CALL: None}
+    mean.meta = {**node.meta, "val": mean_value}
     for place, replacement in ((0, mean), (1, weights)):
         if place in results:
             replace_uses(results[place], replacement)
@@ -139,21 +137,21 @@ def _bring_forward(node: fx.Node) -> None:
     with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
         like = weights.meta["val"]
         one = graph.call_function(_aten.full.default, ([], 1.0), {"dtype": like.dtype, "device": like.device})
-    one.meta = {**node.meta, "val": _beside(like), BASELINE_CALL: None}
+    one.meta = {**node.meta, "val": _beside(like)}
     early.made[gradient] = early.made[weights] = one
     losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all its operands would be recomputed
     scale = gradient
     if reduction == _MEAN:
         with graph.inserting_before(node):
             scale = graph.call_function(share_of_mean, (gradient, weights))
-        scale.meta = {**node.meta, "val": _beside(like), BASELINE_CALL: None}
+        scale.meta = {**node.meta, "val": _beside(like)}
     node.args = (gradient, data, target, weight, SUM, ignored, weights)
     for product in products:
         made = early.of(product)
         made.meta = {**product.meta, "val": _beside(product.meta["val"]), RUNS_ONCE: True}
         with graph.inserting_before(product):
             scaled = graph.call_function(_aten.mul.Tensor, (made, scale))
-        scaled.meta = {**product.meta, BASELINE_CALL: None}
+        scaled.meta = {**product.meta}
         replace_uses(product, scaled)
         graph.erase_node(product)
 

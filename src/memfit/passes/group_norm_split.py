@@ -26,8 +26,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from memfit.fxir.call import Call
-from memfit.fxir.marks import BASELINE_CALL
 from memfit.ops.kernels.group_norm import (
     gradients_from_products,
     input_gradient,
@@ -207,50 +205,46 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
     value = norm.data.meta["val"]
     samples, axes, count = value.shape[0], value.dim() - 2, math.prod(value.shape[2:])
 
-    def call(target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, plain: Call | None = None) -> fx.Node:
+    def call(target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         made = graph.call_function(target, args)
         values = fx.map_arg(args, lambda n: n.meta["val"])
         with detect_fake_mode(value) or nullcontext():
-            made.meta = {**like.meta, "val": target(*values), BASELINE_CALL: plain}
+            made.meta = {**like.meta, "val": target(*values)}
         return made
 
     def taken(node: fx.Node, place: int) -> fx.Node:
         made = graph.call_function(operator.getitem, (node, place))
         made.meta = {**node.meta, "val": node.meta["val"][place]}
-        made.meta.pop(BASELINE_CALL, None)
         return made
 
     def constant(target: Any, like: fx.Node) -> fx.Node:
         made = graph.call_function(target, ([value.shape[1]],), {"dtype": value.dtype, "device": value.device})
         with detect_fake_mode(value) or nullcontext():
-            made.meta = {**like.meta, "val": value.new_empty(value.shape[1]), BASELINE_CALL: None}
+            made.meta = {**like.meta, "val": value.new_empty(value.shape[1])}
         return made
 
     forward = norm.forward
-    whole = Call(name=forward.name, target=forward.target, args=forward.args, meta=forward.meta)
     with graph.inserting_before(forward):
         numbers = graph.call_function(_aten.arange.default, (samples,), {"device": value.device, "pin_memory": False})
         with detect_fake_mode(value) or nullcontext():
-            numbers.meta = {**forward.meta, "val": torch.arange(samples, device=value.device), BASELINE_CALL: None}
+            numbers.meta = {**forward.meta, "val": torch.arange(samples, device=value.device)}
         rows = call(_aten.view.default, (numbers, [samples, *(1,) * (axes + 1)]), forward)
-        rows.meta.pop(BASELINE_CALL)
         sums = call(sums_of_space, (norm.data, rows, samples), forward)
         weight = norm.weight or constant(_aten.ones.default, forward)
         bias = norm.bias or constant(_aten.zeros.default, forward)
         found = call(scale_and_shift, (sums, weight, bias, norm.groups, count, norm.eps, value.dtype, axes), forward)
         scale, shift, moments = (taken(found, place) for place in range(3))
-        made = call(scaled_and_shifted, (norm.data, scale, shift), forward, whole)
+        made = call(scaled_and_shifted, (norm.data, scale, shift), forward)
     replace_uses(norm.result, made)
     backward = norm.backward
     if backward is None:
         return
-    whole = Call(name=backward.name, target=backward.target, args=backward.args, meta=backward.meta)
     with graph.inserting_before(backward):
         products = call(products_over_space, (norm.gradient, norm.data, rows, samples), backward)
         numbers_of = call(gradients_from_products, (products, moments, weight, count, value.dtype, axes), backward)
         *of_parameters, slope, offset = (taken(numbers_of, place) for place in range(4))
         operands = (norm.gradient, norm.data, scale, slope, offset)
-        of_data = call(input_gradient, operands, backward, whole)
+        of_data = call(input_gradient, operands, backward)
     if norm.of_data is not None:
         replace_uses(norm.of_data, of_data)
     for old, by_sample in zip(norm.of_parameters, of_parameters, strict=True):
@@ -259,7 +253,6 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
         with graph.inserting_before(backward):
             if norm.by_sample:
                 new = call(_aten.view.default, (by_sample, [-1]), old)
-                new.meta.pop(BASELINE_CALL)
             else:
                 new = call(_aten.sum.dim_IntList, (by_sample, [0]), old)
         replace_uses(old, new)

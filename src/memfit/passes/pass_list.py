@@ -4,6 +4,9 @@ Each pass rewrites the graph in place and keeps its results bit by bit, or with 
 rounding. The technique is that of compilers, an ordered list of named passes with a verifier between them (xDSL,
 tinygrad, `GraphTransformObserver` in Inductor): `memfit.passes.verifier` looks at the nodes that a pass changed.
 
+Two graphs are made of one trace: the graph that is planned, and that of the baseline step, which gets only the passes
+that write down what eager mode runs in place of what AOTAutograd traced.
+
 Known limits: no pass states which passes must run before it; only the order of the list says it.
 """
 
@@ -75,17 +78,31 @@ class Pass:
         name: its name, for messages.
         rewrite: rewrites the graph in place.
         applies: whether it is needed.
+        baseline: whether the graph of the baseline step needs it.
+        planned: whether the graph that is planned needs it.
     """
 
     name: str
     rewrite: Callable[[fx.GraphModule, PassSettings], object]
     applies: Callable[[PassSettings], bool] = _always
+    baseline: bool = False
+    planned: bool = True
 
 
 PASSES = (
-    Pass(name="used views", rewrite=lambda gm, _: take_out(gm)),
-    Pass(name="sum before cast", rewrite=lambda gm, s: sum_before_casting(gm, s.num_forward_outputs, s.cast_once)),
+    Pass(name="used views", rewrite=lambda gm, _: take_out(gm), baseline=True),
+    Pass(
+        name="sum before cast",
+        rewrite=lambda gm, s: sum_before_casting(gm, s.num_forward_outputs, s.cast_once),
+        baseline=True,
+    ),
     Pass(name="common subexpressions", rewrite=lambda gm, _: merge_repeated(gm)),
+    Pass(
+        name="noise of dropout at once",
+        rewrite=lambda gm, _: dropout_split.noise_at_once(gm),
+        baseline=True,
+        planned=False,
+    ),
     Pass(name="dropout masks in bytes", rewrite=lambda gm, _: dropout_split.mask_by_bytes(gm)),
     Pass(name="clones before convolutions", rewrite=lambda gm, _: conv_backward_split.drop_clones(gm)),
     Pass(
@@ -110,7 +127,7 @@ PASSES = (
     ),
     Pass(name="dropout", rewrite=lambda gm, _: dropout_split.split_dropout(gm), applies=_in_tiles),
     Pass(name="cross-entropy by rows", rewrite=lambda gm, _: rewrite_by_rows(gm), applies=_in_tiles),
-    Pass(name="batch normalisation of cuDNN", rewrite=lambda gm, _: take_cudnn_batch_norm(gm)),
+    Pass(name="batch normalisation of cuDNN", rewrite=lambda gm, _: take_cudnn_batch_norm(gm), baseline=True),
     Pass(
         name="weight gradients of concatenations",
         rewrite=lambda gm, s: concat_weight_gradients.separate_weight_gradients(gm.graph, s.separate),
@@ -121,17 +138,20 @@ PASSES = (
         # Slices of such a gradient are added to each other.
         applies=lambda s: s.as_made and not s.grid,
     ),
-    Pass(name="dead code", rewrite=lambda gm, _: gm.graph.eliminate_dead_code()),
+    Pass(name="dead code", rewrite=lambda gm, _: gm.graph.eliminate_dead_code(), baseline=True),
 )
 """The passes in their order."""
 
 
-def run_passes(module: fx.GraphModule, settings: PassSettings, *, verifying: bool | None = None) -> None:
+def run_passes(
+    module: fx.GraphModule, settings: PassSettings, *, baseline: bool = False, verifying: bool | None = None
+) -> None:
     """Runs the passes that apply.
 
     Args:
         module: the joint graph, rewritten in place.
         settings: choices that passes depend on.
+        baseline: whether the graph is that of the baseline step, where passes only write down what eager mode runs.
         verifying: whether the graph is verified after each pass; by default where debug messages are shown (`-vv`).
 
     Raises:
@@ -139,7 +159,7 @@ def run_passes(module: fx.GraphModule, settings: PassSettings, *, verifying: boo
     """
     verifying = log.isEnabledFor(logging.DEBUG) if verifying is None else verifying
     for one in PASSES:
-        if not one.applies(settings):
+        if not (one.baseline if baseline else one.planned) or not one.applies(settings):
             continue
         before = node_states(module.graph) if verifying else {}
         one.rewrite(module, settings)

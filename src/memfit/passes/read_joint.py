@@ -13,6 +13,7 @@ Known limits: static shapes only.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.fxir.alias_analysis import find_storages, forward_nodes, overwritten_inputs, tuple_reads
 from memfit.fxir.joint import JointOp, JointReading, JointStorage
-from memfit.fxir.marks import BASELINE_CALL, STANDS_FOR
 from memfit.fxir.module_names import module_of
 from memfit.fxir.refused import UnplannableGraphError, checkpoint_error
 from memfit.fxir.signature import tensors_of
@@ -39,7 +39,15 @@ from memfit.passes.fused_cross_entropy import RUNS_ONCE
 from memfit.passes.pass_list import PassSettings, run_passes
 from memfit.torch_compat.core import OpOverload, pytree
 
-__all__ = ["is_random", "read_joint", "result_index"]
+__all__ = [
+    "accumulated_storages",
+    "is_random",
+    "output_nodes",
+    "read_joint",
+    "result_index",
+    "storages_read",
+    "with_gradients",
+]
 
 _NEAR = 1000
 """About the most relatives of a node that are searched for its origin."""
@@ -49,7 +57,6 @@ def read_joint(
     module: fx.GraphModule,
     settings: PassSettings,
     *,
-    in_place: frozenset[str] = frozenset(),
     accumulated: frozenset[int] = frozenset(),
     replaced: bool = False,
 ) -> JointReading:
@@ -58,7 +65,6 @@ def read_joint(
     Args:
         module: the joint graph; rewritten in place.
         settings: the choices that the rewrites depend on.
-        in_place: nodes of Dynamo's graph that write over their operand.
         accumulated: inputs whose gradients are added to existing gradients when made
             (`memfit.runtime.grad_accumulation`).
         replaced: whether the marks of the model's own checkpoints are ignored.
@@ -74,26 +80,23 @@ def read_joint(
     run_passes(module, settings)
     num_forward_outputs, grid = settings.num_forward_outputs, settings.grid
     graph = module.graph
-    outputs = _output_nodes(graph)
+    outputs = output_nodes(graph)
     forward = forward_nodes(graph, outputs[:num_forward_outputs])
 
     storages, storage_of, ops_nodes = find_storages(graph, forward)
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
-    added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
+    added = accumulated_storages(outputs[num_forward_outputs:], accumulated, storages, storage_of)
     added_as_made = frozenset[int]()
     if settings.as_made and not grid:
         added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
     for storage in added_as_made:
         storages[storage] = replace(storages[storage], nbytes=0)
     mark_halves(graph, {node for node, written in ops_nodes.items() if not added_as_made.isdisjoint(written)})
-    for storage in gradients:
-        if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
-            old = storages[storage]
-            storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
+    storages = with_gradients(storages, {*gradients} - added)
     overwritten = overwritten_inputs(graph, storage_of)
     returned = {storage_of[n] for n in outputs if n in storage_of}
     ops = [
-        _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
+        _joint_op(node, written, forward, storages, storage_of, overwritten, returned)
         for node, written in ops_nodes.items()
     ]
     ops = _with_slices(ops, storages, storage_of, grid)
@@ -116,10 +119,10 @@ def read_joint(
     )
 
 
-def _accumulated(
-    gradients: list[fx.Node | None],
-    inputs: frozenset[int],
-    storages: list[JointStorage],
+def accumulated_storages(
+    gradients: Sequence[fx.Node | None],
+    inputs: Collection[int],
+    storages: Sequence[JointStorage],
     storage_of: dict[fx.Node, int],
 ) -> frozenset[int]:
     """Storages made by the backward pass that hold the gradient of one of these inputs and of no other input.
@@ -162,9 +165,32 @@ def _added_as_made(
     return frozenset(found)
 
 
-def _output_nodes(graph: fx.Graph) -> list[fx.Node | None]:
+def output_nodes(graph: fx.Graph) -> list[fx.Node | None]:
+    """The outputs of a joint graph: those of the forward pass, then the gradients of the inputs."""
     (output,) = graph.find_nodes(op="output")
     return list(output.args[0])
+
+
+def with_gradients(storages: Sequence[JointStorage], gradients: Collection[int]) -> list[JointStorage]:
+    """The storages, of which those of gradients that the backward pass makes stay after it."""
+    return [
+        replace(storage, kind=StorageKind.GRADIENT)
+        if number in gradients and storage.kind is StorageKind.BACKWARD
+        else storage
+        for number, storage in enumerate(storages)
+    ]
+
+
+def storages_read(node: fx.Node, storage_of: dict[fx.Node, int]) -> tuple[int, ...]:
+    """The storages that a node reads, without repetition."""
+    reads = tuple(dict.fromkeys(storage_of[n] for n in node.all_input_nodes if n in storage_of))
+    return reads + tuple(
+        storage
+        for argument in node.all_input_nodes
+        if argument not in storage_of
+        for storage in tuple_reads(argument, storage_of)
+        if storage not in reads
+    )
 
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -218,16 +244,8 @@ def _joint_op(
     storage_of: dict[fx.Node, int],
     overwritten: set[int],
     returned: set[int],
-    in_place: frozenset[str],
 ) -> JointOp:
-    reads = tuple(dict.fromkeys(storage_of[n] for n in node.all_input_nodes if n in storage_of))
-    reads = reads + tuple(
-        storage
-        for argument in node.all_input_nodes
-        if argument not in storage_of
-        for storage in tuple_reads(argument, storage_of)
-        if storage not in reads
-    )
+    reads = storages_read(node, storage_of)
     # A generator's state is saved and replayed, and running statistics are left out.
     recomputable = without_statistics(node) is not None or not (
         node.is_impure(impure_random=False) or any(s in overwritten for s in reads)
@@ -244,31 +262,13 @@ def _joint_op(
         module=module_of(node),
         reads=reads,
         writes=written,
-        baseline_reads=_baseline_reads(node, reads, storage_of),
-        baseline_call=node.meta.get(BASELINE_CALL),
-        baseline_free=BASELINE_CALL in node.meta and node.meta[BASELINE_CALL] is None,
         in_place_over=tuple(ours.values()),
         in_place_argument=next(iter(ours), None),
-        baseline_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
         random=is_random(node),
         recomputable=recomputable,
         recompute_as=again,
         recompute_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
     )
-
-
-def _baseline_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
-    """Storages that the node reads in the step without memfit, where these differ from `reads`; else None."""
-    if BASELINE_CALL in node.meta:
-        plain = node.meta[BASELINE_CALL]
-        return (
-            ()
-            if plain is None
-            else tuple(dict.fromkeys(storage_of[n] for n in plain.all_input_nodes if n in storage_of))
-        )
-    originals = [argument.meta.get(STANDS_FOR) for argument in node.all_input_nodes]
-    more = [storage_of[original] for original in originals if original in storage_of]
-    return tuple(dict.fromkeys((*reads, *more))) if more else None
 
 
 def _with_slices(

@@ -8,7 +8,7 @@ not fit in memory can be profiled. Results are cached per machine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +20,13 @@ from memfit.errors import CaptureError
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp
 from memfit.fxir.signature import cost_key
-from memfit.ir.graph import Baseline, Op, StepGraph, Variant
+from memfit.ir.graph import Op, StepGraph, Variant
 from memfit.ir.residents import ResidentKind
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import candidate_chunks
 from memfit.ops.recompute import new_statistics_are_read
-from memfit.passes.concat_weight_gradients import is_of_concatenation, is_separable_key, separable_key
+from memfit.passes.concat_weight_gradients import is_separable_key, separable_key
+from memfit.passes.conv_backward_split import halves_of
 from memfit.profiling.benchmark import Costs, costs_added, costs_of, recompute_costs, whole_if_separable
 from memfit.profiling.cost_cache import CostCache
 from memfit.profiling.library_workspace import library_bytes
@@ -95,6 +96,7 @@ def profile_ops(
         The step graph of the capture with its costs set; its static bytes include the memory that libraries hold.
     """
     joints = [joint for joint in capture.joint_ops if joint is not None]
+    of_baseline = [joint for joint in capture.baseline_ops if joint is not None]
     added = {
         id(op)
         for subgraph in capture.subgraphs.subgraphs
@@ -105,13 +107,16 @@ def profile_ops(
         joint.node: [_measurement_added(joint.node, device)] if id(joint) in added else _measurements(joint, device)
         for joint in joints
     }
-    plain_ones = [
-        _measurement(joint.baseline_call, None, None, device)
-        for joint in joints
-        if joint.baseline_call is not None and _baseline_key(joint.baseline_call) not in cache
-    ]
+    planned_keys = {m.keys[0] for of_op in measurements.values() for m in of_op}
+    halves = {
+        joint.node: keys
+        for joint in of_baseline
+        if (keys := _keys_of_halves(joint.node)) and planned_keys.issuperset(keys)
+    }
+    # In this order: what an op of the planned step costs is often known when that of the baseline step is measured.
+    measurements |= {joint.node: _measurements(joint, device) for joint in of_baseline if joint.node not in halves}
     missing: dict[tuple[str, ...], _Measurement] = {}
-    for measurement in (*(m for of_op in measurements.values() for m in of_op), *plain_ones):
+    for measurement in (m for of_op in measurements.values() for m in of_op):
         if measurement.known(cache) is None:
             missing.setdefault(measurement.keys, measurement)
     devices = [device.index or 0] if device.type == "cuda" else []
@@ -119,18 +124,18 @@ def profile_ops(
         for done, measurement in enumerate(missing.values()):
             if progress is not None:
                 progress(done, len(missing))
-            measurement.measure(cache)
+            if measurement.known(cache) is None:
+                measurement.measure(cache)
     if progress is not None and missing:
         progress(len(missing), len(missing))
     cache.save()
 
-    def plain(call: Call) -> Variant:
-        return cache[_baseline_key(call)][0]
-
     def costs(joint: JointOp) -> list[Costs]:
+        if joint.node in halves:
+            return [Costs(variants=_one_after_the_other([cache[key] for key in halves[joint.node]]))]
         return [m.known(cache) or Costs(variants=()) for m in measurements[joint.node]]
 
-    graph = _with_costs(capture, costs, plain)
+    graph = _with_costs(capture, costs)
     nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         library = library_bytes(graph, device, nodes, plain_code=bool(capture.subgraphs.breaks))
@@ -183,7 +188,7 @@ def with_rooflines(capture: Capture) -> StepGraph:
             for call in calls
         ]
 
-    return _with_costs(capture, costs, lambda call: _roofline_variants(call, workspace_bytes(call))[0])
+    return _with_costs(capture, costs)
 
 
 def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
@@ -216,6 +221,22 @@ def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None
     )
 
 
+def _keys_of_halves(node: fx.Node) -> tuple[str, ...]:
+    """Cache keys of the calls into which passes split an op that the baseline step runs at once; empty for none."""
+    if node.target is not torch.ops.aten.convolution_backward.default:
+        return ()
+    return tuple(cost_key(half) for half in halves_of(node) or ())
+
+
+def _one_after_the_other(calls: Sequence[tuple[Variant, ...]]) -> tuple[Variant, ...]:
+    """The cost of calls that run whole, one after the other; empty if one of them cannot run."""
+    if not all(calls):
+        return ()
+    whole = [variants[0] for variants in calls]
+    seconds, workspace_bytes = sum(v.seconds for v in whole), max(v.workspace_bytes for v in whole)
+    return (Variant(chunks=1, seconds=seconds, workspace_bytes=workspace_bytes),)
+
+
 def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
     """Measurement of an op that adds its result to a gradient."""
     key = f"{cost_key(node)} added to a gradient"
@@ -228,21 +249,11 @@ def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
     )
 
 
-def _baseline_key(call: Call) -> str:
-    """Cache key of the call that runs in an op's place in the step without memfit."""
-    return separable_key(call) if is_of_concatenation(call) else cost_key(call)
-
-
-def _with_costs(
-    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], baseline_variant: Callable[[Call], Variant]
-) -> StepGraph:
+def _with_costs(capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]]) -> StepGraph:
     ops: list[Op] = []
-    without_memfit = capture.graph.without_memfit()
-    baseline: list[Op] = []
-    for op, whole, joint in zip(capture.graph.ops, without_memfit.ops, capture.joint_ops, strict=True):
+    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
         if joint is None:
             ops.append(op)
-            baseline.append(whole)
             continue
         costs, *again = costs_of_op(joint)
         # Slices are those of the call that recomputes the op.
@@ -254,30 +265,30 @@ def _with_costs(
                 recomputable = made.recomputable and not new_statistics_are_read(joint.node)
                 made = structs.replace(made, recompute_as=None, recomputable=recomputable)
         ops.append(made)
-        cost = _baseline_cost(joint, costs, baseline_variant)
-        baseline.append(structs.replace(whole, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes))
-    return structs.replace(
-        capture.graph, ops=tuple(ops), baseline=Baseline(ops=tuple(baseline), storages=without_memfit.storages)
-    )
+    baseline = capture.graph.as_baseline()
+    pairs = zip(baseline.ops, capture.baseline_ops, strict=True)
+    whole = tuple(op if joint is None else _with_cost(op, joint, costs_of_op(joint)[0]) for op, joint in pairs)
+    return structs.replace(capture.graph, ops=tuple(ops), baseline=structs.replace(baseline, ops=whole))
 
 
-def _baseline_cost(joint: JointOp, costs: Costs, of_call: Callable[[Call], Variant]) -> Variant:
-    """What the op, or the call that runs in its place, takes in the step without memfit."""
-    over_operand = joint.baseline_in_place and costs.in_place
-    if joint.baseline_free:
-        return Variant(chunks=1, seconds=0.0, workspace_bytes=0)
-    if joint.baseline_call is not None:
-        return of_call(joint.baseline_call)
+def _with_cost(op: Op, joint: JointOp, costs: Costs) -> Op:
+    """An op of the baseline step with its cost; one that overwrites its operand has the time of that."""
+    if not costs.variants:
+        raise _cannot_run(op)
     whole = costs.variants[0]
-    return structs.replace(whole, seconds=costs.in_place[0].seconds) if over_operand else whole
+    over_operand = joint.in_place_argument is not None and costs.in_place
+    seconds = costs.in_place[0].seconds if over_operand else whole.seconds
+    return structs.replace(op, seconds=seconds, workspace_bytes=whole.workspace_bytes)
+
+
+def _cannot_run(op: Op) -> CaptureError:
+    return CaptureError(f"{op.name} (in {op.module or 'the model itself'}) cannot run on operands laid out as they are")
 
 
 def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
     """The op with its costs, set to run in its fastest variant."""
     if not costs.variants:
-        raise CaptureError(
-            f"{op.name} (in {op.module or 'the model itself'}) cannot run on operands laid out as they are"
-        )
+        raise _cannot_run(op)
     variants, in_chunks, in_place_over = costs.variants, costs.variants[1:], op.in_place_over
     best = min(variants, key=lambda variant: variant.seconds * (1.0 if variant.chunks > 1 else _WHOLE_HANDICAP))
     if in_place_over and candidate_chunks(call):  # such a kernel writes over its operand only in chunks

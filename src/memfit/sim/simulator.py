@@ -30,7 +30,7 @@ from memfit.ir.instructions import (
     freed_in,
     given_up,
 )
-from memfit.ir.program import Program, are_halves, as_they_run, baseline_program
+from memfit.ir.program import Program, are_halves, as_they_run, whole_program
 from memfit.ir.streaming import slices_moving, streaming_step, waited_seconds
 from memfit.ir.tiers import Lanes, Tier
 
@@ -308,7 +308,8 @@ def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> 
 
 def simulate_baseline(graph: StepGraph) -> Timeline:
     """Timeline of the step without memfit."""
-    return simulate(graph.without_memfit(), baseline_program(graph))
+    whole = graph.without_memfit()
+    return simulate(whole, whole_program(whole))
 
 
 def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[int]:

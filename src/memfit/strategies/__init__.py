@@ -14,7 +14,7 @@ from functools import partial
 
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Program, baseline_program
+from memfit.ir.program import Program, whole_program
 from memfit.ir.tiers import Tier
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import swapping_step
@@ -104,14 +104,14 @@ def check_name(name: str) -> None:
 
 
 def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
-    """The program that a strategy makes for a step; `none` gives the step as it is without memfit.
+    """The program that a strategy makes for a step; `none` runs every op once, whole and in new memory.
 
     Raises:
         SpecError: if there is no such strategy, or it swaps and the step has no tiers.
         BudgetError: if the strategy respects budgets and no program fits.
     """
     if name == "none":
-        return baseline_program(graph)
+        return whole_program(graph)
     if grid(name):
         make = micro_batch.program if name.startswith("micro-batch") else tile.program
         return make(leanest(graph))

@@ -31,7 +31,7 @@ from memfit.errors import CaptureError, SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.instructions import computes_in
 from memfit.ir.plan_file import Prediction
-from memfit.ir.program import baseline_program
+from memfit.ir.program import whole_program
 from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import widest_op_bytes
@@ -184,24 +184,25 @@ def _captured(
 
 
 def _summary(graph: StepGraph, counted: BaselinePeak | None) -> Estimate:
-    program = baseline_program(graph)
-    timeline = simulate_baseline(graph)
+    step = graph.without_memfit()
+    program = whole_program(step)
+    timeline = simulate(step, program)
     parameters = bytes_of(graph.residents, ResidentKind.PARAMETER)
     buffers = bytes_of(graph.residents, ResidentKind.BUFFER, ResidentKind.INPUT, ResidentKind.GRADIENT)
     state = bytes_of(graph.residents, ResidentKind.OPTIMIZER_STATE)
     kept = bytes_of(graph.residents, ResidentKind.LOSS)
-    read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
-    read = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
+    read = {s for op in step.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    read = {s for s in read if step.storages[s].kind is StorageKind.FORWARD}
     position = timeline.peak_position
-    producer = graph.producers()
+    producer = step.producers()
     gradients = 0
     saved: dict[str, int] = {}
-    for storage in live_storages_at(graph, program, position):
-        nbytes, kind = graph.storages[storage].nbytes, graph.storages[storage].kind
+    for storage in live_storages_at(step, program, position):
+        nbytes, kind = step.storages[storage].nbytes, step.storages[storage].kind
         if kind is StorageKind.GRADIENT:
             gradients += nbytes
         elif storage in read:
-            module = graph.ops[producer[storage]].module or "(root)"
+            module = step.ops[producer[storage]].module or "(root)"
             saved[module] = saved.get(module, 0) + nbytes
     between = bytes_of(graph.residents, ResidentKind.PLAIN_CODE)
     saved |= {name: n for name, n in {"(between graph breaks)": between, "(kept by the loss)": kept}.items() if n}
@@ -209,7 +210,7 @@ def _summary(graph: StepGraph, counted: BaselinePeak | None) -> Estimate:
     where = "optimizer.step()"
     if position < len(program.instructions):
         computes = computes_in(program.instructions[: position + 1]) or computes_in(program.instructions)[:1]
-        op = graph.ops[computes[-1].op]
+        op = step.ops[computes[-1].op]
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
     peak, measured, held_bytes = timeline.peak_bytes, False, 0
     if counted is not None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.ir.graph import Phase, StepGraph, StorageKind
-from memfit.ir.program import baseline_program
+from memfit.ir.program import whole_program
 from memfit.planner.pipeline.split_backward import deferrable, deferred_last
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import step_graphs
@@ -25,7 +25,7 @@ def test_ops_that_wait_come_last_and_nothing_waits_for_them(graph: StepGraph, da
     assert sorted(order) == list(range(len(graph.ops)))
     assert set(order[len(order) - len(later) :]) == later
     moved = replace(graph, ops=tuple(graph.ops[i] for i in order))
-    check(moved, baseline_program(moved))
+    check(moved, whole_program(moved))
     made_later = {s for i in later for s in graph.ops[i].writes}
     assert not any(made_later.intersection(op.reads) for i, op in enumerate(graph.ops) if i not in later)
     assert not any(graph.storages[s].kind is StorageKind.GRADIENT for s in made_later)

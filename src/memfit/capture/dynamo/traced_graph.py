@@ -35,6 +35,7 @@ from memfit.capture.gradients.tangents import Strides, strides_of_input_gradient
 from memfit.fxir.joint import JointReading
 from memfit.ops.accumulation import Accumulate
 from memfit.passes.pass_list import PassSettings
+from memfit.passes.read_baseline import read_baseline
 from memfit.passes.read_joint import read_joint
 from memfit.torch_compat.core import FakeTensorMode, TracingContext, tracing
 
@@ -148,22 +149,26 @@ class JointTrace:
         Raises:
             UnplannableGraphError: if it cannot be planned.
         """
-        reader = self.reader
-        settings = PassSettings(
-            num_forward_outputs=self.num_forward_outputs,
-            separate=reader.separate,
-            grid=reader.grid,
-            as_made=reader.accumulate is Accumulate.AS_MADE,
-            cast_once=self.cast_once,
-        )
         with as_it_was(self.graph):  # results of new nodes get the kernels' strides, without autocast around `fit`
             return read_joint(
-                copied(self.joint),
-                settings,
-                in_place=self.in_place,
-                accumulated=self.accumulated,
-                replaced=reader.replaced,
+                copied(self.joint), self._settings(), accumulated=self.accumulated, replaced=self.reader.replaced
             )
+
+    def read_baseline(self) -> JointReading:
+        """Ops and storages of the step without memfit."""
+        with as_it_was(self.graph):
+            return read_baseline(
+                copied(self.joint), self._settings(), in_place=self.in_place, accumulated=self.accumulated
+            )
+
+    def _settings(self) -> PassSettings:
+        return PassSettings(
+            num_forward_outputs=self.num_forward_outputs,
+            separate=self.reader.separate,
+            grid=self.reader.grid,
+            as_made=self.reader.accumulate is Accumulate.AS_MADE,
+            cast_once=self.cast_once,
+        )
 
     def read_in_other_way(self, *, separate: Callable[[str], bool], grid: tuple[int, ...]) -> JointTrace:
         """The same joint graph, with another way to read it."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from memfit.capture.training_step import Capture
-from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
+from memfit.ir.graph import Op, Phase, StorageKind
 
 __all__ = ["handing_over"]
 
@@ -32,19 +32,15 @@ def handing_over(capture: Capture) -> Capture:
         recomputable=False,
     )
 
-    def with_hand_over(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        return (*ops[:at], hand_over, structs.replace(ops[at], reads=()), *ops[at + 1 :])
-
-    baseline = graph.baseline
+    # Gradients of the stage's outputs (tangents) are held to the end of the step, as in any step.
+    held = tuple(s for s in graph.outputs if graph.storages[s].kind is StorageKind.TANGENT)
+    ops = (*graph.ops[:at], hand_over, structs.replace(loss, reads=()), *graph.ops[at + 1 :])
+    handed_over = structs.replace(graph, ops=ops, outputs=held, baseline=None)
+    baseline, baseline_ops = graph.baseline, capture.baseline_ops
     if baseline is not None:
-        baseline = structs.replace(baseline, ops=with_hand_over(baseline.ops))
-    return replace(
-        capture,
-        graph=structs.replace(graph, ops=with_hand_over(graph.ops), baseline=baseline, outputs=_held(graph)),
-        joint_ops=(*capture.joint_ops[:at], None, *capture.joint_ops[at:]),
-    )
-
-
-def _held(graph: StepGraph) -> tuple[int, ...]:
-    """Gradients of the stage's outputs (tangents) that are held to the end of the step, as in any step."""
-    return tuple(s for s in graph.outputs if graph.storages[s].kind is StorageKind.TANGENT)
+        alone = replace(capture, graph=graph.without_memfit(), joint_ops=baseline_ops)
+        found = handing_over(alone)
+        handed_over = structs.replace(handed_over, baseline=found.graph.as_baseline())
+        baseline_ops = found.joint_ops
+    joint_ops = (*capture.joint_ops[:at], None, *capture.joint_ops[at:])
+    return replace(capture, graph=handed_over, joint_ops=joint_ops, baseline_ops=baseline_ops)

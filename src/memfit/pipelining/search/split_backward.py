@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from memfit.capture.training_step import Capture
 from memfit.planner.pipeline.split_backward import deferrable, deferred_last
 
@@ -16,7 +18,7 @@ def with_deferred(capture: Capture) -> Capture:
     count = len(deferrable(capture.graph))
     return replace(
         capture,
-        graph=capture.graph.in_order(order),
+        graph=structs.replace(capture.graph, ops=tuple(capture.graph.ops[i] for i in order)),
         joint_ops=tuple(capture.joint_ops[i] for i in order),
         deferred=frozenset(range(len(order) - count, len(order))),
     )

@@ -78,7 +78,7 @@ def accumulation_of(num_microbatches: int) -> Accumulate:
 def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
     """A profiled stage with the gradients of its weights last."""
     moved = with_deferred(capture)
-    return moved, structs.replace(graph, ops=moved.graph.ops, baseline=moved.graph.baseline)
+    return moved, structs.replace(graph, ops=moved.graph.ops)
 
 
 def state_bytes(forward: ForwardGraph, question: Question, device: torch.device) -> Mapping[str, int]:

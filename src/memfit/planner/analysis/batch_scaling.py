@@ -35,7 +35,11 @@ def difference(graph_a: StepGraph, graph_b: StepGraph) -> str:
     for s, t in zip(graph_a.storages, graph_b.storages, strict=True):
         if s.kind is not t.kind:
             return f"storage {s.name} ({s.kind}) and storage {t.name} ({t.kind})"
-    return "" if graph_a.outputs == graph_b.outputs else "outputs"
+    if graph_a.outputs != graph_b.outputs:
+        return "outputs"
+    if graph_a.baseline is None and graph_b.baseline is None:
+        return ""
+    return difference(graph_a.without_memfit(), graph_b.without_memfit())
 
 
 def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, batch: int) -> StepGraph:
@@ -103,6 +107,7 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         baseline=Baseline(
             ops=tuple(op(a, b) for a, b in zip(baseline_a.ops, baseline_b.ops, strict=True)),
             storages=storages(baseline_a.storages, baseline_b.storages),
+            outputs=baseline_a.outputs,
         ),
         residents=tuple(
             Resident(kind=kind, name=name, nbytes=size(held_a.get((kind, name), 0), held_b.get((kind, name), 0)))
