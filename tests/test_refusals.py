@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiler.correction import lowered
 from memfit.compiler.driver import Step, plan_profiled
-from memfit.compiler.proving import lowered
 from memfit.compiler.request import Request
 from memfit.compiler.stages import capture_and_profile
 from memfit.refusals import advised, refusal, refused

@@ -1,7 +1,7 @@
 """Runs a plan before it is returned: its results must be the baseline step's, and its peak within the budget.
 
-The planner predicts a peak, and a run may take more: workspaces of kernels, an allocator that leaves bytes unused. As
-in any closed loop, the excess is subtracted from the planner's budget, and the next plan is measured again.
+The planner predicts a peak, and a run may take more: workspaces of kernels, an allocator that leaves bytes unused. Then
+the next plan is made for less (`memfit.compiler.correction`).
 
 Known limits: the gradients of the baseline step are compared where the step fits in free memory, else only its outputs.
 """
@@ -23,6 +23,7 @@ from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import Snapshot, preserved
 from memfit.capture.training_step import device_of
 from memfit.compiler.consensus import agreed_peak
+from memfit.compiler.correction import MOST_PLANS, lowered
 from memfit.compiler.perturbed import constant_parameters
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proof import ProvingStep, StepResult, compare
@@ -38,11 +39,9 @@ from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.runtime.loop.forward_passes import Pass
 from memfit.sim.simulator import simulate
 
-__all__ = ["for_least", "lowered", "peak_of", "prove", "proving_step"]
+__all__ = ["for_least", "peak_of", "prove", "proving_step"]
 
 log = logging.getLogger(__name__)
-
-_PROVING_RUNS = 4
 
 
 def prove(
@@ -75,10 +74,10 @@ def prove(
         step, plain = _with_baseline_result(step, plan, device_of(model))
         seconds = time.perf_counter() - begin
         tried_least = False
-        for attempt in range(_PROVING_RUNS):
+        for attempt in range(MOST_PLANS):
             assert plan.planned is not None
             if progress is not None:
-                progress("prove", attempt, _PROVING_RUNS)
+                progress("prove", attempt, MOST_PLANS)
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
             found, strayed = _planned_result(step, call)  # compiles
             if step.perturbed and strayed:
@@ -97,11 +96,11 @@ def prove(
                 peak = min(peak, _measured_peak(step, plan, call))
             state.restore()
             if progress is not None:
-                progress("prove", _PROVING_RUNS, _PROVING_RUNS)
+                progress("prove", MOST_PLANS, MOST_PLANS)
             if peak <= budget_bytes:
                 planned = replace(plan.planned, call=call) if keep_call else plan.planned
                 return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, proof=proof, planned=planned)
-            if attempt == _PROVING_RUNS - 1:
+            if attempt == MOST_PLANS - 1:
                 break
             # The memory that the model misses is subtracted from the planner's budget.
             target = lowered(target, budget_bytes, measured_bytes=peak, predicted_bytes=plan.predicted.peak_bytes)
@@ -130,7 +129,7 @@ def prove(
         least_bytes=peak,
         binding=binding_place(plan.planned.graph, plan.program, timeline),
         missed_bytes=max(0, peak - timeline.peak_bytes),
-        advice=f"{_PROVING_RUNS} plans, each made for less than the one before, took more when they ran; does code of "
+        advice=f"{MOST_PLANS} plans, each made for less than the one before, took more when they ran; does code of "
         "the model hold more memory with each pass?",
     )
 
@@ -142,15 +141,6 @@ def for_least(request: Request, model: nn.Module) -> Request:
     unused behind a tensor, and how much depends on the plan.
     """
     return replace(request, any_speed=device_of(model).type == "cpu")
-
-
-def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predicted_bytes: int) -> int:
-    """The budget of the next plan, after a plan made for `target_bytes` took more than `budget_bytes`.
-
-    The excess of a plan over its prediction is subtracted from the user's budget, once. It is not subtracted from the
-    last target, which is lowered already by the excess of earlier plans.
-    """
-    return min(target_bytes - (measured_bytes - budget_bytes), budget_bytes - (measured_bytes - predicted_bytes))
 
 
 def peak_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: CompiledPlan, request: Request) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import device_of
+from memfit.compiler.correction import MOST_PLANS
 from memfit.distributed import process_group as processes
 from memfit.errors import PipelineError, SpecError
 from memfit.ops.kernels.settings import kernel_settings
@@ -36,7 +37,7 @@ from memfit.pipelining.runtime.rng import RandomStream
 from memfit.pipelining.runtime.stage import EngineStage
 from memfit.pipelining.runtime.tied_weights import SharedStates, share_out
 from memfit.pipelining.search.device_budgets import above_budget, corrected, fits
-from memfit.pipelining.search.driver import PROVING_RUNS, make_pipeline_plan, resident_bytes
+from memfit.pipelining.search.driver import make_pipeline_plan, resident_bytes
 from memfit.planner.pipeline.schedule import on_one_device
 from memfit.profiling.memory import measure
 
@@ -246,7 +247,7 @@ class Pipeline:
         if self._prepared:
             self._any().shared.restore(self.model)
         question = replace(self._question, num_microbatches=len(sizes))
-        for _ in range(PROVING_RUNS):
+        for _ in range(MOST_PLANS):
             prepared = self._planned(question, leaves, sizes, spec)
             prepared = self._proved(prepared, leaves)
             peaks, budgets = prepared.plan.measured_peak_bytes, self._question.budget_bytes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from memfit.compiler.correction import lowered
 from memfit.compiler.stages import resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.pipeline.schedule import Schedule
@@ -77,9 +78,9 @@ def fits(peaks: Sequence[int], budgets: Sequence[int]) -> bool:
 def corrected(
     targets: Sequence[int], budgets: Sequence[int], predicted: Sequence[int], measured: Sequence[int]
 ) -> tuple[int, ...]:
-    """Budgets for the next plan if devices took more than their budgets: lower by the error of the prediction."""
+    """Budgets for the next plan, lower for the devices that took more than their budgets."""
     return tuple(
-        target - (real - min(planned, budget) if real > budget else 0)
+        lowered(target, budget, measured_bytes=real, predicted_bytes=planned) if real > budget else target
         for target, budget, planned, real in zip(targets, budgets, predicted, measured, strict=True)
     )
 

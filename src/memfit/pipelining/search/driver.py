@@ -19,6 +19,7 @@ from torch import nn
 from memfit.capture.optimizer.state import optimizer_cost, part_of
 from memfit.capture.residents import storage_bytes
 from memfit.capture.state.snapshot import preserved
+from memfit.compiler.correction import MOST_PLANS
 from memfit.distributed import process_group as processes
 from memfit.fxir.module_names import module_of
 from memfit.ir.serialization import graph_digest
@@ -39,12 +40,9 @@ from memfit.planner.pipeline.device_memory import StageMemory, device_peaks
 from memfit.planner.pipeline.schedule import with_transfers
 from memfit.profiling.memory import measure
 
-__all__ = ["PROVING_RUNS", "Made", "make_pipeline_plan", "resident_bytes"]
+__all__ = ["Made", "make_pipeline_plan", "resident_bytes"]
 
 log = logging.getLogger(__name__)
-
-PROVING_RUNS = 3
-"""The largest number of plans that are made and proved, each corrected after the one before it."""
 
 Forwards = Sequence[tuple[ForwardGraph, Sequence[Any]]]
 
@@ -91,7 +89,7 @@ def make_pipeline_plan(
         refuse_batch_norm(forward, traced.model)
         _check_samples(traced, forwards, sizes)
     target = question.budget_bytes
-    for _ in range(PROVING_RUNS):
+    for _ in range(MOST_PLANS):
         asked = replace(question, budget_bytes=target)
         if fixed is None:
             found = search(forward, part, asked, device)
