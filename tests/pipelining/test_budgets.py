@@ -10,7 +10,7 @@ def test_a_plan_that_took_too_much_is_not_found_again() -> None:
     budgets, predicted, measured = (100, 100, 100), (90, 100, 90), (101, 103, 99)
     targets = corrected(budgets, budgets, predicted, measured)
     assert targets == (89, 97, 100)
-    assert corrected(targets, budgets, (89, 97, 90), (100, 104, 99)) == (89, 90, 100)
+    assert corrected(targets, budgets, (89, 97, 90), (100, 104, 99)) == (89, 93, 100)
     assert corrected(budgets, budgets, (105,) * 3, (102, 100, 90)) == (98, 100, 100)
 
 
