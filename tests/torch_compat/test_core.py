@@ -27,6 +27,15 @@ def fake_tensors_have_no_memory_and_name_their_mode() -> None:
     assert core.detect_fake_mode([torch.ones(2)]) is None
 
 
+@uses("VALUE_ERRORS")
+def values_of_fake_tensors_are_asked_in_vain() -> None:
+    with core.FakeTensorMode():
+        fake = torch.ones(3)
+        for asks in (lambda: fake.sum().item(), lambda: fake.nonzero()):
+            with pytest.raises(core.VALUE_ERRORS):
+                asks()
+
+
 @uses("subclasses")
 def the_class_of_fake_tensors_has_a_second_name() -> None:
     assert vars(core.subclasses)["FakeTensor"] is core.FakeTensor and "__getattr__" not in vars(core.subclasses)

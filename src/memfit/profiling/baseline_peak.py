@@ -12,10 +12,13 @@ once they exist.
 A loop may hold the model's outputs in a variable until the backward pass ends, or only until the loss is computed. One
 count gives both peaks: outputs that are freed before the end are added up.
 
-Known limits: code that reads values cannot run on fake tensors, nor is a matrix exponential counted, whose terms depend
-on values; then there is no count. Code that writes through NumPy into a tensor that is a plain attribute changes that
-tensor. On a GPU, workspaces are unknown, and blocks of the allocator are not rounded up. Another thread that reads the
-random state meanwhile is counted too.
+Code may ask for values that its inputs decide, such as whether a mask is all ones
+(`memfit.capture.eager.known_values`).
+
+Known limits: code that reads other values cannot run on fake tensors, nor is a matrix exponential counted, whose terms
+depend on values; then there is no count. Code that writes through NumPy into a tensor that is a plain attribute changes
+that tensor. On a GPU, workspaces are unknown, and blocks of the allocator are not rounded up. Another thread that reads
+the random state meanwhile is counted too.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from memfit.capture.allocation_tracker import LiveBytes, parts_of
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.capture.eager.hidden_fakes import hidden_fake_tensors
+from memfit.capture.eager.known_values import KnownValues
 from memfit.capture.eager.no_decomposition import gradients_of_eager
 from memfit.capture.loss.reading import LossFunction, forward_and_backward
 from memfit.capture.state.detached_inputs import detached
@@ -49,7 +53,12 @@ _aten = torch.ops.aten
 _BY_VALUES = frozenset((_aten.linalg_matrix_exp.default,))
 """Ops whose memory depends on values: the terms of a matrix exponential on the norm of the matrix."""
 
-_IN_PLACE = frozenset((_aten.add.Tensor, _aten.scatter.src, _aten.scatter_add.default, _aten.put.default))
+_IN_PLACE = frozenset(
+    (
+        *(_aten.add.Tensor, _aten.scatter.src, _aten.scatter_add.default, _aten.put.default),
+        *(_aten.index_put.default, _aten.index_add.default),
+    )
+)
 """Calls that gradient computation makes under a dispatch mode, and runs in place over the first operand without one."""
 
 
@@ -95,6 +104,7 @@ def counted_step(
     """
     inputs = detached(args, dict(kwargs))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = KnownValues(mode)
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     try:
         with (
@@ -104,11 +114,11 @@ def counted_step(
             gradients_of_eager(),
             hidden_fake_tensors() if as_eager else contextlib.nullcontext(),
         ):
-            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
+            fakes: dict[str, torch.Tensor] = {name: known.fake(tensor) for name, tensor in held.items()}
             for name, tensor in held.items():
                 if tensor.grad is not None:
                     fakes[name].grad = mode.from_tensor(tensor.grad)
-            ours, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (inputs.args, inputs.kwargs))
+            ours, named = pytree.tree_map_only(torch.Tensor, known.fake, (inputs.args, inputs.kwargs))
 
             def step(counter: _BaselineBytes) -> None:
                 def output() -> Any:
@@ -119,8 +129,8 @@ def counted_step(
             workspace = SampledWorkspace()
             for _ in range(2):
                 torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
-                counter = _BaselineBytes(mode, device_type, workspace, by_values=not as_eager)
-                with mode, counter, _random_states(counter):
+                counter = _BaselineBytes(known, device_type, workspace, by_values=not as_eager)
+                with mode, known, counter, _random_states(counter):
                     step(counter)
                 for name, tensor in held.items():
                     if tensor.grad is None:
@@ -139,10 +149,10 @@ class _UncountableError(Exception):
 class _BaselineBytes(LiveBytes):
     """Counts as `LiveBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
 
-    def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace, *, by_values: bool) -> None:
+    def __init__(self, known: KnownValues, device_type: str, workspace: SampledWorkspace, *, by_values: bool) -> None:
         super().__init__(device_type)
         self._by_values = by_values
-        self._mode = mode
+        self._known = known
         self.at = ""
         self._workspace = workspace
         self._reserve_bytes = 0
@@ -198,11 +208,11 @@ class _BaselineBytes(LiveBytes):
     def _with_its_size(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() or tensor.dtype is not torch.uint8:
             return tensor
-        with self._mode:
+        with self._known.mode:
             return torch.empty(self._reserves.get(tensor.untyped_storage()._cdata, 0), dtype=torch.uint8)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+        return tensor if isinstance(tensor, FakeTensor) else self._known.fake(tensor)
 
 
 @contextlib.contextmanager

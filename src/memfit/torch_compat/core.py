@@ -31,7 +31,13 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,6 +68,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TracingContext",
+    "VALUE_ERRORS",
     "autocast_devices",
     "autocast_is_on",
     "autograd_node_number",
@@ -104,6 +111,9 @@ __all__ = [
     "use_lazy_graph_module",
     "user_modes_set_aside",
 ]
+
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of an op on fake tensors whose result depends on their values."""
 
 functorch_config = torch._functorch.config
 
