@@ -26,6 +26,9 @@ os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{o
 # Most tests are about any plan; how good plans are is tested in tests/planner and measured in benchmarks.
 os.environ["MEMFIT_SEARCH_SECONDS"] = "0.1"
 
+# Tests are about plans, also where small models fit without one; tests/fitted/test_plain_steps.py is about these.
+os.environ["MEMFIT_PLAN"] = "always"
+
 # The same for Dynamo, which looks for garbage after each graph; it reads this when it is imported.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 

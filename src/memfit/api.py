@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
+from memfit.capture.distributed.ddp import unwrapped
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import given_args
 from memfit.compiler.driver import make_plan
 from memfit.compiler.request import Progress, Request
-from memfit.fitted.installation import fitted_call, release
-from memfit.fitted.plan import Plan
+from memfit.errors import MemfitError
+from memfit.fitted.installation import fits_plainly, fitted_call, install_unplanned, release
+from memfit.fitted.plan import Plan, replanned
 from memfit.profiling.memory import Measurement, measure
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
 from memfit.tools.estimate import Estimate, estimate
@@ -37,6 +40,9 @@ __all__ = [
     "plan_of",
     "release",
 ]
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def plan(
@@ -106,8 +112,8 @@ def plan(
 
 
 def fit(
-    model: nn.Module,
-    args: Sequence[Any] = (),
+    model: M,
+    args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     *,
     budget: int | str,
@@ -120,9 +126,30 @@ def fit(
     exact: str = "bitwise",
     search_seconds: float = 8.0,
     checkpointing: str = "refuse",
+    plain: bool = True,
     progress: Progress | None = None,
-) -> nn.Module:
-    """Makes `model` train within a budget: `plan` and apply. Arguments and errors are those of `plan`.
+) -> M:
+    """Makes `model` train within a budget. Arguments and errors are those of `plan`, except for these.
+
+    Args:
+        model: as for `plan`.
+        args: as for `plan`; without `args` and `kwargs`, the module is planned at its first training call, as it is
+            called there: in whatever autocast region, wrapper and hooks. A module that takes no input has `args=()`.
+        kwargs: as for `plan`.
+        budget: as for `plan`.
+        loss_fn: as for `plan`.
+        optimizer: as for `plan`.
+        strategy: as for `plan`.
+        levers: as for `plan`.
+        tiers: as for `plan`.
+        prove: as for `plan`.
+        exact: as for `plan`.
+        search_seconds: as for `plan`.
+        checkpointing: as for `plan`.
+        plain: whether the module runs as it is where the predicted peak of its baseline step is within the budget, by
+            2 % on a CPU and 10 % on a GPU; then nothing is profiled, proved or compiled. The variable `MEMFIT_PLAN`
+            set to `always` says no for all modules.
+        progress: as for `plan`.
 
     Returns:
         The same object. `memfit.plan_of(model)` is its plan, `memfit.release(model)` undoes it.
@@ -137,20 +164,29 @@ def fit(
         prove=prove,
         exact=exact,
         search_seconds=search_seconds,
+        plain=plain and os.environ.get("MEMFIT_PLAN") != "always",
         capture=CaptureOptions(checkpointing=checkpointing),
     )
     forget_compiled_code()  # compiled code of the caller may contain the module
-    made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
+    if args is None and kwargs is None:
+        return install_unplanned(model, request, replanned)
+    given, named = given_args(() if args is None else args), dict(kwargs or {})
+    if request.plain and fits_plainly(model, given, named, request, replanned):
+        return model
+    made = make_plan(model, given, named, request, progress=progress, keep_call=True)
     return Plan.of(made).apply(model)
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The newest plan of a fitted module.
+    """The newest plan of a fitted module; `is_plain` tells whether it runs without one.
 
     Raises:
-        MemfitError: if the module is not fitted.
+        MemfitError: if the module is not fitted, or not planned yet.
     """
     fitted = fitted_call(model)
     plan = next(reversed(fitted.plans.values())) if fitted.plans else fitted.unsigned
-    assert isinstance(plan, Plan)
-    return plan
+    if isinstance(plan, Plan):
+        return plan
+    if fitted.fitting.known:
+        return Plan.of(next(reversed(fitted.fitting.known.values())).as_plan())
+    raise MemfitError(f"{type(unwrapped(model)).__name__} is not planned yet: that happens at its first training call")

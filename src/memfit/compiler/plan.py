@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, cast
 
+from memfit.errors import MemfitError
 from memfit.ir.fields import Fact
 from memfit.ir.plan_file import Decision, PlanFile, Prediction, load_plan, save_plan
 from memfit.ir.program import Program
@@ -60,7 +61,13 @@ class CompiledPlan:
     planned: Planned | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON that only its owner can read."""
+        """Writes the plan as JSON that only its owner can read.
+
+        Raises:
+            MemfitError: if the step runs without a plan.
+        """
+        if self.is_plain:
+            raise MemfitError(f"{self.label} runs without a plan, so there is none to save; plain=False plans it")
         save_plan(
             path,
             PlanFile(
@@ -100,6 +107,11 @@ class CompiledPlan:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the step runs without a plan, because its baseline step fits; it has no predicted time then."""
+        return not self.program.instructions
+
+    @property
     def is_tiled(self) -> bool:
         """Whether ops may run slice by slice for the lever `tile`, so that gradients are equal up to rounding."""
         return bool(self.grid)
@@ -111,6 +123,9 @@ class CompiledPlan:
 
     def summary(self) -> str:
         """One sentence: whether the plan fits, at which cost, and by which means."""
+        if self.is_plain:
+            peaks = f"{format_bytes(self.predicted.peak_bytes)} predicted, of {format_bytes(self.budget_bytes)}"
+            return f"Fits without a plan: {peaks}; {self.label} runs as it is."
         measured = "" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured"
         means = f"recompute {len(self.program.recomputed())} ops"
         if self.planned is not None:
@@ -133,6 +148,8 @@ class CompiledPlan:
 
     def __str__(self) -> str:
         """The plan as pseudo-code."""
+        if self.is_plain:
+            return self.summary()
         p = self.predicted
         bound = "" if p.bound_overhead is None else f" (bound {format_percent(p.bound_overhead)})"
         measured = "" if self.measured_peak_bytes is None else f", measured {format_bytes(self.measured_peak_bytes)}"

@@ -41,6 +41,7 @@ class Request:
         told: whether the loop, not a guess, tells which outputs left on a module or in a hook get a gradient.
         proves_gradients: whether gradients are compared too; False if the loop brings others than the loss alone.
         backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
+        plain: whether a step may run without a plan where its baseline step fits the budget.
         capture: how the step is captured; the tiles of a capture, and which weight gradients it separates, are the
             planner's choices.
     """
@@ -60,6 +61,7 @@ class Request:
     told: bool = False
     proves_gradients: bool = True
     backward_in_autocast: bool = False
+    plain: bool = False
     capture: CaptureOptions = DEFAULT_OPTIONS
 
     @property

@@ -25,12 +25,14 @@ from memfit.capture.loss.reading import AssumedLoss, loss_name
 from memfit.capture.state.input_signature import Signature, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
+from memfit.capture.training_step import device_of
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Planned, Request
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.fitted.held_outputs import HeldOutputs
 from memfit.fitted.opaque import not_traced, undisturbed
 from memfit.fitted.plain_calls import nothing_to_train, transformed
+from memfit.fitted.plain_steps import PlainSteps
 from memfit.fitted.plan_from_file import verified
 from memfit.fitted.training_loops import Loops, TogetherError
 from memfit.fitted.variants import Variants, decides
@@ -69,6 +71,7 @@ class Fitted:
         beneath: previous content of the slot: the call that `module.compile()` put there, for calls without a plan.
         loops: the order of the loop's forward and backward passes.
         held: outputs of earlier passes that the loop still holds.
+        fitting: the steps that need no plan, because the baseline step fits.
         latest: the plan that was made last.
         stale: signatures to be planned again, whose plan is used until then.
         strayed: by signature, how often a step did not run as planned.
@@ -87,6 +90,7 @@ class Fitted:
     beneath: Callable[..., Any] | None = None
     loops: Loops = field(default_factory=Loops)
     held: HeldOutputs = field(default_factory=HeldOutputs)
+    fitting: PlainSteps = field(default_factory=PlainSteps)
     latest: CompiledPlan | None = None
     stale: set[Signature] = field(default_factory=set)
     strayed: Counter[Signature] = field(default_factory=Counter)
@@ -123,6 +127,9 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if key in self.plain:
             return model._call_impl(*args, **kwargs)
+        if self.request.plain and key not in self.calls and self.fits_plainly(model, key, args, kwargs):
+            self.fitting.begin(key, self.fitting.known[key], device_of(model))
+            return (self.beneath or model._call_impl)(*args, **kwargs)
         if self.loops.is_otherwise(key, self._planned(key)) or self._holds_more(model, key, args, kwargs):
             self.stale.add(key)
         call = self.calls.get(key)
@@ -146,6 +153,23 @@ class Fitted:
         if another is None or another is call:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
+
+    def fits_plainly(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether a call runs without a plan, because the baseline step fits."""
+        peak_bytes = self.fitting.end(device_of(model))
+        if peak_bytes:
+            self.tell(
+                f"over without a plan {key}",
+                f"took {format_bytes(peak_bytes)} in a step without a plan, more than predicted and more than its "
+                "budget; such steps are planned from here on",
+            )
+        if key in self.fitting.known or key in self.fitting.over:
+            return key in self.fitting.known
+        with _PLANNING, undisturbed():
+            step = self.fitting.of(key, model, args, kwargs, self.request)
+        if step is not None:
+            log.info("%s", step.as_plan().summary())
+        return step is not None
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
         here = self.loops.begin(key, type(model).__name__)

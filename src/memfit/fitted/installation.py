@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -13,24 +13,29 @@ from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
+from memfit.capture.state.input_signature import signature
+from memfit.capture.training_step import check_step, device_of
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
+from memfit.compiler.stages import check_request, resolve_budget
 from memfit.errors import MemfitError
 from memfit.fitted.fitted_module import Fitted, Replanner
 from memfit.fitted.opaque import make_opaque
 from memfit.fitted.plan_from_file import check_module
 
-__all__ = ["fitted_call", "install", "release"]
+__all__ = ["fitted_call", "install", "install_unplanned", "release"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def install(
-    model: nn.Module,
+    model: M,
     plan: CompiledPlan,
     replan: Replanner,
     *,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerLike | None = None,
-) -> nn.Module:
+) -> M:
     """Puts a plan into a module; see `memfit.fitted.plan.Plan.apply`.
 
     Args:
@@ -46,7 +51,7 @@ def install(
     Raises:
         PlanMismatchError: if the plan is for another module.
     """
-    given, model = model, unwrapped(model)
+    given, inner = model, unwrapped(model)
     if plan.planned is not None:
         request = replace(plan.planned.request, budget=plan.budget_bytes)
     else:
@@ -61,18 +66,62 @@ def install(
             beside_bytes=bucket_bytes(given),
             capture=CaptureOptions(checkpointing=plan.checkpointing),
         )
-    check_module(plan, model)
-    fitted = Fitted(weakref.ref(model), request, replan)
+    check_module(plan, inner)
+    fitted = Fitted(weakref.ref(inner), request, replan)
     if plan.planned is None:
         fitted.unsigned = plan
     else:
-        fitted.adopt(model, plan.planned.signature, plan)
+        fitted.adopt(inner, plan.planned.signature, plan)
+    _put(inner, fitted)
+    return given
+
+
+def install_unplanned(model: M, request: Request, replan: Replanner) -> M:
+    """Puts the slot of a plan into a module, which is planned at its first training call.
+
+    Args:
+        model: the module, perhaps inside a wrapper.
+        request: what a plan must fulfil.
+        replan: makes plans.
+
+    Returns:
+        The given object.
+    """
+    inner = unwrapped(model)
+    check_request(request, device_of(inner))
+    resolve_budget(request.budget, device_of(inner))
+    request = replace(request, beside_bytes=bucket_bytes(model))
+    _put(inner, Fitted(weakref.ref(inner), request, replan))
+    return model
+
+
+def fits_plainly(model: nn.Module, args: Any, kwargs: Any, request: Request, replan: Replanner) -> bool:
+    """Fits a module whose call with these inputs needs no plan; returns False if it needs one.
+
+    Args:
+        model: the module, perhaps inside a wrapper.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: what a plan must fulfil.
+        replan: makes plans for other inputs.
+    """
+    inner = unwrapped(model)
+    request = replace(request, beside_bytes=bucket_bytes(model))
+    check_request(request, device_of(inner))
+    fitted = Fitted(weakref.ref(inner), request, replan)
+    check_step(inner, args, kwargs, checkpointing=request.capture.checkpointing)
+    if not fitted.fits_plainly(inner, signature(inner, args, kwargs), args, kwargs):
+        return False
+    _put(inner, fitted)
+    return True
+
+
+def _put(model: nn.Module, fitted: Fitted) -> None:
     before = model._compiled_call_impl
     fitted.beneath = before.beneath if isinstance(before, Fitted) else before
     make_opaque(Fitted)
     model._compiled_call_impl = fitted
     vars(model)["compile"] = types.MethodType(compile, model)
-    return given
 
 
 def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +145,7 @@ def fitted_call(model: nn.Module) -> Fitted:
     return call
 
 
-def release(model: nn.Module) -> nn.Module:
+def release(model: M) -> M:
     """Restores the call that a fitted module had before, compiled or not; a plain module stays as it is."""
     inner = unwrapped(model)
     call = getattr(inner, "_compiled_call_impl", None)

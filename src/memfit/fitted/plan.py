@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,7 +19,9 @@ from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
 from memfit.fitted.installation import install
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "replanned"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,11 @@ class Plan(CompiledPlan):
 
     def apply(
         self,
-        model: nn.Module,
+        model: M,
         *,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerLike | None = None,
-    ) -> nn.Module:
+    ) -> M:
         """Makes `model` run this plan; `memfit.release` undoes it.
 
         Args:
@@ -51,8 +53,9 @@ class Plan(CompiledPlan):
         Raises:
             PlanMismatchError: now or at the first training step, if the plan is for something else.
         """
-        return install(model, self, _replanned, loss_fn=loss_fn, optimizer=optimizer)
+        return install(model, self, replanned, loss_fn=loss_fn, optimizer=optimizer)
 
 
-def _replanned(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request) -> Plan:
+def replanned(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request) -> Plan:
+    """Makes a plan for inputs of another signature."""
     return Plan.of(make_plan(model, args, kwargs, request, keep_call=True))

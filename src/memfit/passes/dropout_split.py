@@ -91,8 +91,11 @@ def _noise_of(drawing: fx.Node) -> _Noise | None:
 
 
 def _noise(module: fx.GraphModule, found: _Noise) -> bool:
-    graph, drawing = module.graph, found.drawing
-    first, data = found.products[0]
+    graph, drawing, data_of = module.graph, found.drawing, dict(found.products)
+    first = found.noise.next  # products are known in the order in which they were traced, not in that of the graph
+    while first not in data_of:
+        first = first.next
+    data = data_of[first]
     with graph.inserting_before(first):
         both = graph.call_function(eager_dropout, (data, drawing.args[1]))
         result, noise = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from memfit.capture.allocation_tracker import LiveBytes, parts_of
+from memfit.capture.dynamo.own_calls import own_call
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.capture.eager.hidden_fakes import hidden_fake_tensors
@@ -70,11 +71,13 @@ class BaselinePeak:
         step_bytes: peak of a step that frees the outputs once the loss is computed, `loss_fn(model(x)).backward()`.
         outputs_held_bytes: bytes that are added if a variable holds the outputs until the backward pass ends.
         at: the op at the peak; empty if it was measured.
+        outputs_bytes: bytes of the outputs where no loss is known, so that the peak is one without a loss.
     """
 
     step_bytes: int
     outputs_held_bytes: int
     at: str = ""
+    outputs_bytes: int = 0
 
 
 def counted_step(
@@ -85,6 +88,7 @@ def counted_step(
     device_type: str,
     *,
     as_eager: bool = True,
+    runs: int = 2,
 ) -> BaselinePeak | None:
     """Peak bytes of one baseline step, and the op at the peak.
 
@@ -98,6 +102,7 @@ def counted_step(
         device_type: only memory of this device type counts.
         as_eager: whether code that asks if its tensors are fake is told that they are not, as in eager mode, and a step
             with an op whose memory depends on values is not counted.
+        runs: how often the step runs; the last run counts, and the first counts what a model caches too.
 
     Returns:
         None where the step cannot run on fake tensors.
@@ -109,6 +114,7 @@ def counted_step(
     try:
         with (
             preserved(model, args, kwargs, loss_fn, values=False),
+            own_call(),  # no fitted module in it runs its plan
             rules_of_kernels(),
             strides_of_kernels(),
             gradients_of_eager(),
@@ -120,23 +126,28 @@ def counted_step(
                     fakes[name].grad = mode.from_tensor(tensor.grad)
             ours, named = pytree.tree_map_only(torch.Tensor, known.fake, (inputs.args, inputs.kwargs))
 
-            def step(counter: _BaselineBytes) -> None:
+            def step(counter: _BaselineBytes) -> bool:
                 def output() -> Any:
                     return counter.hold(torch.func.functional_call(model, fakes, ours, named))
 
-                forward_and_backward(output, loss_fn, hold_outputs=False)
+                return forward_and_backward(output, loss_fn, hold_outputs=False) is not None
 
             workspace = SampledWorkspace()
-            for _ in range(2):
+            for _ in range(runs):
                 torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
                 counter = _BaselineBytes(known, device_type, workspace, by_values=not as_eager)
                 with mode, known, counter, _random_states(counter):
-                    step(counter)
+                    has_loss = step(counter)
                 for name, tensor in held.items():
                     if tensor.grad is None:
                         fakes[name].grad = None
             held_bytes = counter.held_peak - counter.peak
-            return BaselinePeak(step_bytes=counter.peak, outputs_held_bytes=held_bytes, at=counter.at)
+            return BaselinePeak(
+                step_bytes=counter.peak,
+                outputs_held_bytes=held_bytes,
+                at=counter.at,
+                outputs_bytes=0 if has_loss else counter.outputs_bytes,
+            )
     except Exception as error:  # code of the user or of torch raised: the peak is unknown
         log.info("the baseline step does not run on fake tensors: %s: %s", type(error).__name__, error)
         return None
@@ -159,6 +170,7 @@ class _BaselineBytes(LiveBytes):
         self._reserves: dict[int, int] = {}
         self.held_peak = 0  # the peak if the outputs stay
         self._outputs: set[int] = set()
+        self.outputs_bytes = 0
         self._freed_output_bytes = 0
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -172,6 +184,7 @@ class _BaselineBytes(LiveBytes):
         """Notes the storages of the model's output, which is returned."""
         tensors = [t for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) for t in parts_of(leaf)]
         self._outputs = {t.untyped_storage()._cdata for t in tensors} & self._seen.keys()
+        self.outputs_bytes = sum(self._seen[key] for key in self._outputs)
         return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -123,7 +123,7 @@ class AssumedLoss:
 
 
 def scalar_loss(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
-    """The scalar to differentiate: `loss_fn(output)`, else the output's own `loss`, else None.
+    """The scalar to differentiate: `loss_fn(output)`, else the output's own `loss`, else its only scalar, else None.
 
     Raises:
         CaptureError: if `loss_fn` returns something else than a scalar tensor.
@@ -137,7 +137,11 @@ def scalar_loss(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
             )
         return loss
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return own if isinstance(own, torch.Tensor) and own.numel() == 1 else None
+    if isinstance(own, torch.Tensor) and own.numel() == 1:
+        return own
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    scalars = [leaf for leaf in leaves if leaf.dim() == 0]
+    return scalars[0] if len(scalars) == 1 else None
 
 
 def _advice(returned: Any) -> str:

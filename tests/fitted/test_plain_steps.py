@@ -1,0 +1,206 @@
+"""Modules that are fitted without inputs, and steps that run without a plan because the baseline step fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memfit
+from memfit.fitted import plain_steps
+from memfit.fitted.installation import fitted_call
+from memfit.fitted.plain_steps import PlainStep, PlainSteps
+from memfit.profiling.memory import allocation_peak
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def plain_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside of the tests."""
+    monkeypatch.delenv("MEMFIT_PLAN")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        made: Tensor = self.head(x)
+        return made
+
+
+def batch(step: int, rows: int = 512) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(step)
+    return torch.randn(rows, 128), torch.randint(0, 10, (rows,))
+
+
+def net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+Prepare = Callable[[nn.Module, torch.optim.Optimizer], object]
+
+
+def trained(prepare: Prepare, rows: tuple[int, ...] = (512, 512, 512)) -> nn.Module:
+    """The model after a loop of the user, with its loss outside of the model."""
+    model, optimizer = net()
+    prepare(model, optimizer)
+    for step, count in enumerate(rows):
+        x, y = batch(step, count)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_without_inputs_it_is_planned_at_its_first_training_call() -> None:
+    def lazily(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        assert memfit.fit(model, budget="5.5MiB", optimizer=optimizer, search_seconds=0.1) is model
+        with pytest.raises(memfit.MemfitError, match="Net is not planned yet: that happens at its first training call"):
+            memfit.plan_of(model)
+        with torch.no_grad():
+            model(batch(0)[0])
+        model.eval()
+        model(batch(0)[0])
+        model.train()
+        assert not fitted_call(model).plans
+
+    model = trained(lazily)
+    assert_same(model, trained(lambda *_: None))
+    plan = memfit.plan_of(model)
+    assert not plan.is_plain and plan.program.recomputed() and plan.fits
+
+
+def test_a_step_that_fits_runs_without_a_plan() -> None:
+    def lazily(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        memfit.fit(model, budget="1GiB", optimizer=optimizer)
+
+    model = trained(lazily)
+    assert_same(model, trained(lambda *_: None))
+    plan = memfit.plan_of(model)
+    assert plan.is_plain and plan.fits and not fitted_call(model).plans
+    assert plan.summary().startswith("Fits without a plan: ") and "of 1.00 GiB; Net runs as it is." in str(plan)
+    with pytest.raises(memfit.MemfitError, match="plain=False plans it"):
+        plan.save("plan.json")
+
+
+def test_the_predicted_peak_is_that_of_the_step() -> None:
+    model, optimizer = net()
+    x, y = batch(0)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda out: F.cross_entropy(out, y), optimizer=optimizer)
+    plan = memfit.plan_of(model)
+    assert plan.is_plain
+    there = sum(p.nbytes for p in model.parameters()) + x.nbytes
+
+    def step() -> None:
+        output = model(x)
+        F.cross_entropy(output, y).backward()
+
+    peak = allocation_peak(step) + there + 2 * sum(p.nbytes for p in model.parameters())
+    assert plan.predicted.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_with_a_budget_just_below_it_is_planned() -> None:
+    x, y = batch(0)
+
+    def fitted(budget: int) -> memfit.Plan:
+        model, optimizer = net()
+        loss = lambda out: F.cross_entropy(out, y)  # noqa: E731
+        memfit.fit(model, (x,), budget=budget, loss_fn=loss, optimizer=optimizer, search_seconds=0.1)
+        return memfit.plan_of(model)
+
+    peak = fitted(1 << 30).predicted.peak_bytes
+    assert fitted(int(peak * 1.03)).is_plain
+    assert not fitted(int(peak * 1.01)).is_plain
+
+
+def test_it_can_be_planned_where_it_fits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = net()
+    memfit.fit(model, (batch(0)[0],), budget="1GiB", plain=False)
+    assert not memfit.plan_of(model).is_plain
+    monkeypatch.setenv("MEMFIT_PLAN", "always")
+    other, _ = net()
+    memfit.fit(other, (batch(0)[0],), budget="1GiB")
+    assert not memfit.plan_of(other).is_plain
+
+
+def test_smaller_inputs_than_those_that_fit_need_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[Any] = []
+    count = plain_steps.predicted
+
+    def counted(*args: Any) -> PlainStep | None:
+        counts.append(args)
+        return count(*args)
+
+    monkeypatch.setattr(plain_steps, "predicted", counted)
+    rows = (512, 40, 511, 3, 512, 600)
+    model = trained(lambda m, o: memfit.fit(m, budget="1GiB", optimizer=o), rows)
+    assert len(counts) == 2  # for 512 and 600 rows
+    assert_same(model, trained(lambda *_: None, rows))
+
+
+def test_small_steps_run_plainly_and_large_ones_by_a_plan() -> None:
+    rows = (64, 512, 32, 512)
+    model = trained(lambda m, o: memfit.fit(m, budget="5.5MiB", optimizer=o, search_seconds=0.1), rows)
+    assert_same(model, trained(lambda *_: None, rows))
+    call = fitted_call(model)
+    assert len(call.plans) == 1 and len(call.fitting.known) == 2
+
+
+def test_the_class_and_the_object_stay() -> None:
+    model: Net = Net()
+    fitted: Net = memfit.fit(model, budget="1GiB")
+    assert fitted is model and type(fitted) is Net
+    assert memfit.release(fitted) is model
+
+
+def test_a_step_that_took_more_than_its_budget_is_planned_from_then_on(told: Any) -> None:
+    """A loss outside of the module that takes more than the whole module."""
+
+    def greedy(output: Tensor) -> Tensor:
+        wide = output.repeat(1, 16_000).tanh()
+        return wide.square().mean()
+
+    model, _ = net()
+    memfit.fit(model, budget=128 * MIB, search_seconds=0.1)
+    for step in range(3):
+        greedy(model(batch(step)[0])).backward()
+    assert any("in a step without a plan, more than predicted and more than its budget" in line for line in told)
+    assert fitted_call(model).plans
+
+
+def test_a_signature_covers_smaller_ones_only() -> None:
+    steps = PlainSteps()
+    entry = lambda *shape: (torch.Size(shape), torch.float32)  # noqa: E731
+    known = PlainStep(label="", budget_bytes=1, predicted_bytes=1, there_bytes=0)
+    steps.known[(entry(4, 8), "mode")] = known
+
+    def covered(key: Any) -> bool:
+        return any(plain_steps._is_larger(one, key) for one in steps.known)
+
+    assert covered((entry(4, 7), "mode")) and covered((entry(4, 8), "mode"))
+    for key in ((entry(4, 9), "mode"), (entry(4, 8), "other"), (entry(4), "mode"), (entry(4, 8),)):
+        assert not covered(key)
+    assert not covered(((torch.Size((4, 8)), torch.float64), "mode"))
+
+
+def test_wrong_budgets_are_refused_at_once() -> None:
+    with pytest.raises(memfit.SpecError):
+        memfit.fit(Net(), budget="many")
+    with pytest.raises(memfit.SpecError, match=r"pass \(x,\)"):
+        memfit.fit(Net(), batch(0)[0], budget="1GiB")  # type: ignore[arg-type]
