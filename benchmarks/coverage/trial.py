@@ -81,7 +81,7 @@ class _Fitter:
         return model
 
     def _fit(self, model: Any, args: Any, kwargs: Any, loss_fn: Any, optimizer: Any, budget: int) -> None:
-        more = {"loss_fn": loss_fn, "optimizer": optimizer, "search_seconds": self.search_seconds}
+        more = {"loss_fn": loss_fn, "optimizer": optimizer, "search_seconds": self.search_seconds, "plain": False}
         memfit.fit(model, args, kwargs, budget=budget, **more)
 
 

@@ -205,6 +205,7 @@ def _fit(case: Case, log: Log, problems: list[str], budget: int, seconds: float,
                 loss_fn=case.loss,
                 optimizer=optimizer,
                 search_seconds=seconds,
+                plain=False,
                 **recipe.mode.options,
                 **more,
             )

@@ -74,10 +74,10 @@ def measured() -> dict[str, float]:
         budget = int(memfit.estimate(model, args, kwargs, loss_fn=loss_fn).peak * _SHARE)
         begin = time.perf_counter()
         try:
-            memfit.fit(model, args, kwargs, budget=budget, loss_fn=loss_fn, search_seconds=_SEARCH_SECONDS)
+            memfit.fit(model, args, kwargs, budget=budget, loss_fn=loss_fn, plain=False, search_seconds=_SEARCH_SECONDS)
         except memfit.BudgetError as error:
             least = error.least_bytes
-            memfit.fit(model, args, kwargs, budget=least, loss_fn=loss_fn, search_seconds=_SEARCH_SECONDS)
+            memfit.fit(model, args, kwargs, budget=least, loss_fn=loss_fn, plain=False, search_seconds=_SEARCH_SECONDS)
         seconds[name] = time.perf_counter() - begin
     return seconds
 

@@ -13,6 +13,7 @@ torch does not tell the peak of its allocator, so the memory of the process is w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from memfit.compiler.request import Request
 from memfit.compiler.stages import resolve_budget
 from memfit.ir.plan_file import Prediction
 from memfit.ir.program import Program
-from memfit.profiling.baseline_peak import counted_step
+from memfit.profiling.baseline_peak import BaselinePeak, counted_step
 from memfit.torch_compat.core import pytree
 
 __all__ = ["PlainStep", "PlainSteps"]
@@ -42,6 +43,12 @@ _MARGIN = {"cpu": 0.02, "cuda": 0.1}
 
 _LOSS_COPIES = 2
 """What a loss outside of the module holds, in copies of the outputs: log-probabilities, for example, and a gradient."""
+
+_FAR = 1.5
+"""Times the counted step without the workspaces of kernels that a step may take: nothing is asked for them below it."""
+
+_STATE_COPIES = 6
+"""Copies of the parameters that optimizers of torch hold and take for a moment, at most: Adam holds up to three."""
 
 _WATCHED_STEPS = 2
 _NOTICED_BYTES = 64 << 20
@@ -55,16 +62,14 @@ class PlainStep:
     Attributes:
         label: name of the module.
         budget_bytes: requested peak of the whole step.
-        predicted_bytes: predicted peak of the whole step.
+        predicted_bytes: predicted peak of the whole step; far below the budget, an upper bound of it.
         there_bytes: the part of it that is in memory before the step.
-        at: the op at the peak.
     """
 
     label: str
     budget_bytes: int
     predicted_bytes: int
     there_bytes: int
-    at: str = ""
 
     def as_plan(self) -> CompiledPlan:
         """The step as a plan without instructions."""
@@ -171,26 +176,51 @@ def predicted(model: nn.Module, args: Any, kwargs: Any, request: Request) -> Pla
     device = device_of(model)
     if isinstance(model, OneGraph) or is_sharded(model) or device.type not in _MARGIN:
         return None
-    counted = counted_step(model, args, kwargs, request.loss_fn, device.type, runs=1)
+    count = functools.partial(counted_step, model, args, kwargs, request.loss_fn, device.type, runs=1)
+    counted = count(workspaces=False)
     if counted is None:
         return None
     parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
     held = [*parameters, *model.buffers(), *(p.grad for p in parameters), *pytree.tree_leaves((args, kwargs))]
-    cost = optimizer_cost(request.optimizer, device.type)
     there_bytes = storage_bytes(held, device.type) + request.beside_bytes
-    coming_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-    step_bytes = counted.step_bytes + counted.outputs_held_bytes + _LOSS_COPIES * counted.outputs_bytes
-    peak_bytes = there_bytes + cost.state_bytes + max(step_bytes, coming_bytes + cost.step_bytes)
+    coming_bytes = sum(p.nbytes for p in trained if p.grad is None)
     budget_bytes = resolve_budget(request.budget, device, there_bytes)
-    if peak_bytes * (1 + _MARGIN[device.type]) > budget_bytes:
+
+    def fitting(state_bytes: int, peak_bytes: int) -> PlainStep | None:
+        if (there_bytes + peak_bytes) * (1 + _MARGIN[device.type]) > budget_bytes:
+            return None
+        return PlainStep(
+            label=request.label or type(model).__name__,
+            budget_bytes=budget_bytes,
+            predicted_bytes=there_bytes + peak_bytes,
+            there_bytes=there_bytes + state_bytes,
+        )
+
+    def step_bytes(found: BaselinePeak) -> int:
+        return found.step_bytes + found.outputs_held_bytes + _LOSS_COPIES * found.outputs_bytes
+
+    most_bytes = _most_state_bytes(request.optimizer, sum(p.nbytes for p in trained))
+    if most_bytes is not None:
+        far = fitting(most_bytes, most_bytes + coming_bytes + int(_FAR * step_bytes(counted)))
+        if far is not None:
+            return far
+    cost = optimizer_cost(request.optimizer, device.type)
+    after_bytes = cost.state_bytes + coming_bytes + cost.step_bytes
+    if fitting(cost.state_bytes, max(cost.state_bytes + step_bytes(counted), after_bytes)) is None:
         return None
-    return PlainStep(
-        label=request.label or type(model).__name__,
-        budget_bytes=budget_bytes,
-        predicted_bytes=peak_bytes,
-        there_bytes=there_bytes + cost.state_bytes,
-        at=counted.at,
-    )
+    counted = count(workspaces=True)
+    if counted is None:
+        return None
+    return fitting(cost.state_bytes, max(cost.state_bytes + step_bytes(counted), after_bytes))
+
+
+def _most_state_bytes(optimizer: Any, trained_bytes: int) -> int | None:
+    """An upper bound of what an optimizer of torch holds and takes, which need not step to tell; None for another."""
+    if optimizer is None:
+        return 0
+    is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    return _STATE_COPIES * trained_bytes if is_known else None
 
 
 def _is_larger(one: Signature, other: Signature) -> bool:

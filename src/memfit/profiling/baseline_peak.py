@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.allocation_tracker import LiveBytes, parts_of
+from memfit.capture.allocation_tracker import LiveBytes, parts_of, tensors_in
 from memfit.capture.dynamo.own_calls import own_call
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
@@ -88,6 +88,7 @@ def counted_step(
     device_type: str,
     *,
     as_eager: bool = True,
+    workspaces: bool = True,
     runs: int = 2,
 ) -> BaselinePeak | None:
     """Peak bytes of one baseline step, and the op at the peak.
@@ -102,6 +103,7 @@ def counted_step(
         device_type: only memory of this device type counts.
         as_eager: whether code that asks if its tensors are fake is told that they are not, as in eager mode, and a step
             with an op whose memory depends on values is not counted.
+        workspaces: whether the workspaces of kernels count, for which kernels run on samples.
         runs: how often the step runs; the last run counts, and the first counts what a model caches too.
 
     Returns:
@@ -135,7 +137,7 @@ def counted_step(
             workspace = SampledWorkspace()
             for _ in range(runs):
                 torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
-                counter = _BaselineBytes(known, device_type, workspace, by_values=not as_eager)
+                counter = _BaselineBytes(known, device_type, workspace, by_values=not as_eager, asks=workspaces)
                 with mode, known, counter, _random_states(counter):
                     has_loss = step(counter)
                 for name, tensor in held.items():
@@ -160,9 +162,12 @@ class _UncountableError(Exception):
 class _BaselineBytes(LiveBytes):
     """Counts as `LiveBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
 
-    def __init__(self, known: KnownValues, device_type: str, workspace: SampledWorkspace, *, by_values: bool) -> None:
+    def __init__(
+        self, known: KnownValues, device_type: str, workspace: SampledWorkspace, *, by_values: bool, asks: bool
+    ) -> None:
         super().__init__(device_type)
         self._by_values = by_values
+        self._asks = asks
         self._known = known
         self.at = ""
         self._workspace = workspace
@@ -191,15 +196,17 @@ class _BaselineBytes(LiveBytes):
         """Runs the op; see `LiveBytes`."""
         if func in _BY_VALUES and not self._by_values:
             raise _UncountableError(f"the memory of {func} depends on values")
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if not all(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         before, held_before = self.peak, self.held_peak
         self._reserve_bytes = self._workspace.reserve_of(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if _is_in_place(func, args):
             self.peak, self.held_peak = before, held_before
             return result
-        asked = pytree.tree_map_only(torch.Tensor, self._with_its_size, args)
-        during = self.live + self._workspace.of_values(func, asked, kwargs, result)
+        asked = pytree.tree_map_only(torch.Tensor, self._with_its_size, args) if self._reserves else args
+        during = self.live + (self._workspace.of_values(func, asked, kwargs, result) if self._asks else 0)
         self.peak = max(self.peak, during)
         self.held_peak = max(self.held_peak, self.peak, during + self._freed_output_bytes)
         self.at = str(func) if self.peak > before else self.at

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.capture.allocation_tracker import tensors_in
 from memfit.torch_compat.core import (
     VALUE_ERRORS,
     FakeTensor,
@@ -60,19 +61,18 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op on fake tensors, and on values where all operands have one."""
         kwargs = kwargs or {}
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        computes = func not in _WITHOUT_VALUES and torch.Tag.nondeterministic_seeded not in func.tags
-        if not computes or not all(self._value(t) is not None for t in tensors):
+        tensors = tensors_in((args, kwargs))
+        known = all(self._value(t) is not None for t in tensors)
+        if not known or func in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
             self._forget(func, args, kwargs)
             return func(*self._by_places(func, args), **kwargs)
         try:
             made = func(*args, **kwargs)
         except VALUE_ERRORS:
             return pytree.tree_map_only(torch.Tensor, self.fake, self._computed(func, args, kwargs))
-        fakes = [t for t in pytree.tree_leaves(made) if isinstance(t, FakeTensor)]
+        fakes = [t for t in tensors_in((made,)) if isinstance(t, FakeTensor)]
         if fakes and all(_is_small(t) for t in fakes) and (tensors or not any(map(_is_inexact, fakes))):
-            found = [t for t in pytree.tree_leaves(self._computed(func, args, kwargs)) if isinstance(t, torch.Tensor)]
-            for fake, real in zip(fakes, found, strict=True):
+            for fake, real in zip(fakes, tensors_in((self._computed(func, args, kwargs),)), strict=True):
                 self._known[fake] = real
         return made
 
@@ -107,7 +107,7 @@ class KnownValues(TorchDispatchMode):
         named = zip(func._schema.arguments, args, strict=False)
         given = [value for argument, value in named if argument.is_write]
         given += [kwargs[a.name] for a in func._schema.arguments if a.is_write and a.name in kwargs]
-        written = {t.untyped_storage()._cdata for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
+        written = {t.untyped_storage()._cdata for t in tensors_in(given)}
         for known in [k for k in self._known if k.untyped_storage()._cdata in written]:
             del self._known[known]
 
