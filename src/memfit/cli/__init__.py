@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from types import MappingProxyType, ModuleType
 
-from memfit.cli import calibrate, compare, demo, estimate, max_batch, max_size, pipeline, plan, verify
+from memfit.cli import calibrate, compare, demo, estimate, max_batch, max_size, pipeline, plan, run, verify
 from memfit.cli.output import report_error
 from memfit.errors import BudgetError, MemfitError, OutOfMemoryError
 
@@ -32,6 +32,7 @@ __all__ = ["main"]
 COMMANDS = MappingProxyType(
     {
         "estimate": estimate,
+        "run": run,
         "plan": plan,
         "verify": verify,
         "compare": compare,
@@ -69,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # of argparse: 0 after --help, 2 after a mistake
         return int(stop.code or 0)
-    logging.basicConfig(level=_LEVELS[min(args.verbose, 2)], format="%(name)s: %(message)s", stream=sys.stderr)
+    if args.run is not run.run:  # a script sets up its own logging
+        level = _LEVELS[min(args.verbose, 2)]
+        logging.basicConfig(level=level, format="%(name)s: %(message)s", stream=sys.stderr)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:

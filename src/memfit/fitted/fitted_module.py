@@ -78,6 +78,7 @@ class Fitted:
         failed: by signature, how often planning or planning again failed.
         plain: signatures that run as plain code because planning failed.
         told: warnings that were given.
+        gives_up: whether a module that cannot be planned at its first call runs as it is, instead of an error.
     """
 
     model: weakref.ref[nn.Module]
@@ -97,6 +98,7 @@ class Fitted:
     failed: Counter[Signature] = field(default_factory=Counter)
     plain: set[Signature] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
+    gives_up: bool = False
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +239,8 @@ class Fitted:
         except Exception as error:
             if not isinstance(error, BudgetError):
                 _raise_as_plain(model, args, kwargs)
-            if self.latest is None or not isinstance(error, MemfitError):
+            first = self.latest is None and not (self.gives_up and not isinstance(error, BudgetError))
+            if first or not isinstance(error, MemfitError):
                 raise
             return self._unplanned(key, error)
         return self.adopt(model, key, plan)

@@ -76,13 +76,14 @@ def install(
     return given
 
 
-def install_unplanned(model: M, request: Request, replan: Replanner) -> M:
+def install_unplanned(model: M, request: Request, replan: Replanner, *, gives_up: bool = False) -> M:
     """Puts the slot of a plan into a module, which is planned at its first training call.
 
     Args:
         model: the module, perhaps inside a wrapper.
         request: what a plan must fulfil.
         replan: makes plans.
+        gives_up: whether a module that cannot be planned runs as it is, with a warning, instead of an error.
 
     Returns:
         The given object.
@@ -90,8 +91,8 @@ def install_unplanned(model: M, request: Request, replan: Replanner) -> M:
     inner = unwrapped(model)
     check_request(request, device_of(inner))
     resolve_budget(request.budget, device_of(inner))
-    request = replace(request, beside_bytes=bucket_bytes(model))
-    _put(inner, Fitted(weakref.ref(inner), request, replan))
+    request = replace(request, beside_bytes=request.beside_bytes + bucket_bytes(model))
+    _put(inner, Fitted(weakref.ref(inner), request, replan, gives_up=gives_up))
     return model
 
 

@@ -1,0 +1,258 @@
+"""Finds the training steps of a script that knows nothing of memfit, and has them planned.
+
+Optimizers tell what is trained. The outermost module that is called in training mode and holds such a parameter is the
+model, and the slot of a plan is put into it (`memfit.fitted.installation`), so its first call is planned as it is made.
+
+Torch calls nobody when an optimizer is made or a module is called, so `Optimizer.__init__` and `nn.Module.__call__` are
+replaced: the latter only until every optimizer has stepped, and never while a model runs, so that no tracer meets it.
+`torch.compile` of a module would compile the module without its plan; it returns the module as it is.
+
+Known limits: a model whose `forward` is called directly is not found. Models in one process share the budget: each is
+planned with the parameters, gradients and optimizer state of the others beside it, not with their activations.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from memfit.capture.distributed.ddp import unwrapped
+from memfit.capture.dynamo.own_calls import in_own_call
+from memfit.capture.optimizer.state import optimizer_cost
+from memfit.capture.optimizer.unwrapped import unwrapped_optimizer
+from memfit.capture.residents import storage_bytes
+from memfit.capture.training_step import device_of
+from memfit.compiler.driver import make_plan
+from memfit.compiler.request import Request
+from memfit.errors import MemfitError
+from memfit.fitted.installation import fitted_call, install_unplanned
+from memfit.fitted.plain_steps import predicted
+from memfit.fitted.plan import Plan
+from memfit.script.options import ScriptOptions
+
+__all__ = ["Watch", "watch"]
+
+log = logging.getLogger("memfit.run")
+
+_SPOKEN_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class Watch:
+    """What is known of a script.
+
+    Attributes:
+        options: what was asked for.
+        optimizers: the optimizers that the script made.
+        stepped: those of them that have stepped.
+        models: the models that have the slot of a plan, and the name of each.
+        others: outermost modules that were called and are not trained, such as a teacher.
+        plain_call: `nn.Module.__call__` as it was.
+        running: whether a model runs or is planned.
+        spoken: when progress was told last.
+    """
+
+    options: ScriptOptions
+    optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
+    stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    models: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+    others: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    plain_call: Callable[..., Any] = nn.Module.__call__
+    running: bool = False
+    spoken: float = 0.0
+
+    def made(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer, whose model may be called next."""
+        if not self.running:  # memfit steps copies of optimizers
+            self.optimizers.append(weakref.ref(optimizer))
+            self.look()
+
+    def has_stepped(self, optimizer: Optimizer) -> None:
+        """Notes a step; once every optimizer has stepped, every model is known."""
+        if self.running:
+            return
+        self.stepped.add(optimizer)
+        if all(known in self.stepped for known in self.known()):
+            nn.Module.__call__ = self.plain_call  # type: ignore[method-assign]
+
+    def known(self) -> Iterator[Optimizer]:
+        """The optimizers that still exist."""
+        for reference in self.optimizers:
+            optimizer = reference()
+            if optimizer is not None:
+                yield optimizer
+
+    def look(self) -> None:
+        """Looks at the calls of modules from now on."""
+        seen = self
+
+        @functools.wraps(self.plain_call)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return seen.called(module, args, kwargs)
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module, after the slot of a plan was put into it if it is a model that trains."""
+        if torch.compiler.is_compiling() or in_own_call() or threading.current_thread() is not threading.main_thread():
+            return self.plain_call(module, *args, **kwargs)
+        trains = module.training and torch.is_grad_enabled() and self.optimizer_of(module) is not None
+        if not trains:
+            self.others.add(module)
+            return self.plain_call(module, *args, **kwargs)
+        looking, nn.Module.__call__ = nn.Module.__call__, self.plain_call  # type: ignore[method-assign]
+        self.running = True
+        try:
+            if all(model() is not unwrapped(module) for model, _ in self.models):
+                self.found(module, args, kwargs)
+            return self.plain_call(module, *args, **kwargs)
+        finally:
+            self.running = False
+            nn.Module.__call__ = looking  # type: ignore[method-assign]
+
+    def optimizer_of(self, module: nn.Module) -> Optimizer | None:
+        """The optimizer that trains most bytes of a module; None if none does."""
+        mine = {id(parameter) for parameter in module.parameters()}
+        trained = [
+            (sum(p.nbytes for group in one.param_groups for p in group["params"] if id(p) in mine), one)
+            for one in self.known()
+        ]
+        nbytes, found = max(trained, key=lambda pair: pair[0], default=(0, None))
+        return found if nbytes else None
+
+    def found(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Puts the slot of a plan into a model."""
+        optimizer, name = self.optimizer_of(module), type(unwrapped(module)).__name__
+        request = Request(
+            budget=self.options.budget,
+            optimizer=None if optimizer is None else unwrapped_optimizer(optimizer),
+            levers=self.options.levers,
+            tiers=self.options.tiers,
+            search_seconds=self.options.search_seconds,
+            beside_bytes=self.beside_bytes(module, optimizer),
+            label=name,
+            plain=True,
+        )
+        if self.options.dry_run:
+            self.tell_only(unwrapped(module), args, kwargs, request)
+        count = sum(p.numel() for p in module.parameters())
+        log.warning("found %s (%.1f million parameters) within %s", name, count / 1e6, self.options.budget)
+        install_unplanned(module, request, self.planned, gives_up=True)
+        self.models.append((weakref.ref(unwrapped(module)), name))
+
+    def beside_bytes(self, module: nn.Module, optimizer: Optimizer | None) -> int:
+        """Bytes of what else the script trains or calls: parameters, gradients and the state of other optimizers."""
+        device = device_of(unwrapped(module)).type
+        mine = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        theirs = [p for one in self.known() for group in one.param_groups for p in group["params"] if id(p) not in mine]
+        called = [t for other in self.others for t in (*other.parameters(), *other.buffers()) if id(t) not in mine]
+        states = sum(optimizer_cost(one, device).state_bytes for one in self.known() if one is not optimizer)
+        gradients = sum(p.nbytes for p in {id(p): p for p in theirs}.values() if p.requires_grad)
+        return storage_bytes([*theirs, *called], device) + gradients + states
+
+    def planned(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
+        """Makes a plan, and says how far it is."""
+        plan = Plan.of(make_plan(model, args, kwargs, request, progress=self.progress, keep_call=True))
+        log.warning("%s: %s", request.label, plan.summary())
+        return plan
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Tells the stage every two seconds."""
+        if time.monotonic() - self.spoken >= _SPOKEN_SECONDS:
+            self.spoken = time.monotonic()
+            log.warning("%s: %d of %d", stage, done, total)
+
+    def tell_only(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> None:
+        """Tells how a model would be planned.
+
+        Raises:
+            SystemExit: always: the script ends here.
+        """
+        try:
+            step = predicted(model, args, kwargs, request)
+            plan = (
+                step.as_plan() if step is not None else make_plan(model, args, kwargs, request, progress=self.progress)
+            )
+        except MemfitError as error:
+            log.warning("%s: %s", request.label, error)
+            raise SystemExit(1) from None
+        log.warning("%s: %s", request.label, plan.summary())
+        raise SystemExit(0)
+
+    def summary(self) -> list[str]:
+        """One sentence for each model: its newest plan."""
+        lines = []
+        for reference, name in self.models:
+            model = reference()
+            if model is None:
+                continue
+            call = fitted_call(model)
+            plans = list(call.plans.values())
+            if plans:
+                worst = max(plans, key=lambda plan: plan.predicted.peak_bytes)
+                lines.append(f"{name}: {worst.summary()}" + (f" {len(plans)} plans." if len(plans) > 1 else ""))
+            elif call.fitting.known:
+                largest = max(call.fitting.known.values(), key=lambda step: step.predicted_bytes)
+                lines.append(f"{name}: {largest.as_plan().summary()}")
+        return lines
+
+
+def watch(options: ScriptOptions) -> Watch:
+    """Has the training steps of this process planned from now on."""
+    _speak()
+    seen = Watch(options=options)
+    made = Optimizer.__init__
+
+    @functools.wraps(made)
+    def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        made(optimizer, *args, **kwargs)
+        seen.made(optimizer)
+
+    Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
+    register_optimizer_step_post_hook(lambda optimizer, *_: seen.has_stepped(optimizer))
+    compiled = torch.compile
+
+    @functools.wraps(compiled)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, nn.Module):
+            log.warning("torch.compile of %s is left out: its plan takes its place", type(model).__name__)
+            return model
+        return compiled(model, *args, **kwargs)
+
+    def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        log.warning("%s.compile() is left out: its plan takes its place", type(module).__name__)
+
+    torch.compile = compile
+    nn.Module.compile = compile_module  # type: ignore[method-assign, assignment]
+    atexit.register(_end, seen)
+    return seen
+
+
+def _end(seen: Watch) -> None:
+    lines = seen.summary()
+    for line in lines:
+        log.warning("%s", line)
+    if not lines and not seen.models:
+        log.warning("no training step was seen, so nothing was planned")
+
+
+def _speak() -> None:
+    """Has what memfit tells written to stderr, where the script does not set up logging itself."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("memfit: %(message)s"))
+    logger = logging.getLogger("memfit")
+    if not logger.handlers:
+        logger.addHandler(handler)
+        logger.propagate = False
