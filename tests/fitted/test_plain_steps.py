@@ -175,6 +175,13 @@ def test_small_steps_run_plainly_and_large_ones_by_a_plan() -> None:
     assert len(call.plans) == 1 and len(call.fitting.known) == 2
 
 
+def test_an_input_that_other_code_computed_is_counted_too() -> None:
+    encoder, (model, _) = nn.Linear(128, 128), net()
+    memfit.fit(model, budget="1GiB")
+    model(encoder(batch(0)[0])).sum().backward()
+    assert memfit.plan_of(model).is_plain and encoder.weight.grad is not None
+
+
 def test_the_class_and_the_object_stay() -> None:
     model: Net = Net()
     fitted: Net = memfit.fit(model, budget="1GiB")

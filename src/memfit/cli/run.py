@@ -15,7 +15,7 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from memfit.cli.options import add_budget, add_levers, add_tiers
 from memfit.errors import MemfitError, SpecError
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
             _run_file(Path(args.script))
     except MemfitError:
         raise
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(_of_script(error.__traceback__)))
         return 1
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
@@ -86,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     return 0
+
+
+def _of_script(found: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the script."""
+    while found is not None and found.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        found = found.tb_next
+    return found
 
 
 def _run_file(path: Path) -> None:

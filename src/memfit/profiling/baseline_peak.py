@@ -126,7 +126,12 @@ def counted_step(
             for name, tensor in held.items():
                 if tensor.grad is not None:
                     fakes[name].grad = mode.from_tensor(tensor.grad)
-            ours, named = pytree.tree_map_only(torch.Tensor, known.fake, (inputs.args, inputs.kwargs))
+
+            def taken(tensor: torch.Tensor) -> torch.Tensor:
+                fake = known.fake(tensor)  # of a tensor that other code computed, it would have that code's graph
+                return fake if fake.is_leaf else fake.detach().requires_grad_()
+
+            ours, named = pytree.tree_map_only(torch.Tensor, taken, (inputs.args, inputs.kwargs))
 
             def step(counter: _BaselineBytes) -> bool:
                 def output() -> Any:

@@ -55,4 +55,4 @@ def _watch() -> None:
 
     options = from_environment(os.environ)
     if options is not None:
-        watch(options)
+        watch(options, in_child=True)

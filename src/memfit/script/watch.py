@@ -41,6 +41,7 @@ from memfit.fitted.installation import fitted_call, install_unplanned
 from memfit.fitted.plain_steps import predicted
 from memfit.fitted.plan import Plan
 from memfit.script.options import ScriptOptions
+from memfit.torch_compat.core import in_backward_pass
 
 __all__ = ["Watch", "watch"]
 
@@ -58,9 +59,9 @@ class Watch:
         optimizers: the optimizers that the script made.
         stepped: those of them that have stepped.
         models: the models that have the slot of a plan, and the name of each.
+        inner: the modules in these models; a checkpoint calls them by themselves, in the backward pass.
         others: outermost modules that were called and are not trained, such as a teacher.
         plain_call: `nn.Module.__call__` as it was.
-        running: whether a model runs or is planned.
         spoken: when progress was told last.
     """
 
@@ -68,20 +69,20 @@ class Watch:
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     models: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+    inner: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     others: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     plain_call: Callable[..., Any] = nn.Module.__call__
-    running: bool = False
     spoken: float = 0.0
 
     def made(self, optimizer: Optimizer) -> None:
         """Notes an optimizer, whose model may be called next."""
-        if not self.running:  # memfit steps copies of optimizers
+        if not in_own_call():  # memfit makes and steps copies of optimizers
             self.optimizers.append(weakref.ref(optimizer))
             self.look()
 
     def has_stepped(self, optimizer: Optimizer) -> None:
         """Notes a step; once every optimizer has stepped, every model is known."""
-        if self.running:
+        if in_own_call():
             return
         self.stepped.add(optimizer)
         if all(known in self.stepped for known in self.known()):
@@ -109,17 +110,15 @@ class Watch:
         if torch.compiler.is_compiling() or in_own_call() or threading.current_thread() is not threading.main_thread():
             return self.plain_call(module, *args, **kwargs)
         trains = module.training and torch.is_grad_enabled() and self.optimizer_of(module) is not None
-        if not trains:
-            self.others.add(module)
+        if module in self.inner or in_backward_pass() or not trains:
+            self.others |= () if trains or module in self.inner else {module}
             return self.plain_call(module, *args, **kwargs)
         looking, nn.Module.__call__ = nn.Module.__call__, self.plain_call  # type: ignore[method-assign]
-        self.running = True
         try:
             if all(model() is not unwrapped(module) for model, _ in self.models):
                 self.found(module, args, kwargs)
             return self.plain_call(module, *args, **kwargs)
         finally:
-            self.running = False
             nn.Module.__call__ = looking  # type: ignore[method-assign]
 
     def optimizer_of(self, module: nn.Module) -> Optimizer | None:
@@ -151,6 +150,7 @@ class Watch:
         log.warning("found %s (%.1f million parameters) within %s", name, count / 1e6, self.options.budget)
         install_unplanned(module, request, self.planned, gives_up=True)
         self.models.append((weakref.ref(unwrapped(module)), name))
+        self.inner |= {one for one in unwrapped(module).modules() if one is not unwrapped(module)}
 
     def beside_bytes(self, module: nn.Module, optimizer: Optimizer | None) -> int:
         """Bytes of what else the script trains or calls: parameters, gradients and the state of other optimizers."""
@@ -160,7 +160,7 @@ class Watch:
         called = [t for other in self.others for t in (*other.parameters(), *other.buffers()) if id(t) not in mine]
         states = sum(optimizer_cost(one, device).state_bytes for one in self.known() if one is not optimizer)
         gradients = sum(p.nbytes for p in {id(p): p for p in theirs}.values() if p.requires_grad)
-        return storage_bytes([*theirs, *called], device) + gradients + states
+        return storage_bytes([*theirs, *called], device) + int(gradients) + states
 
     def planned(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
         """Makes a plan, and says how far it is."""
@@ -209,8 +209,13 @@ class Watch:
         return lines
 
 
-def watch(options: ScriptOptions) -> Watch:
-    """Has the training steps of this process planned from now on."""
+def watch(options: ScriptOptions, *, in_child: bool = False) -> Watch:
+    """Has the training steps of this process planned from now on.
+
+    Args:
+        options: what was asked for.
+        in_child: whether the process is the child of another that has the same options, so that it may train nothing.
+    """
     _speak()
     seen = Watch(options=options)
     made = Optimizer.__init__
@@ -236,15 +241,15 @@ def watch(options: ScriptOptions) -> Watch:
 
     torch.compile = compile
     nn.Module.compile = compile_module  # type: ignore[method-assign, assignment]
-    atexit.register(_end, seen)
+    atexit.register(_end, seen, in_child=in_child)
     return seen
 
 
-def _end(seen: Watch) -> None:
+def _end(seen: Watch, *, in_child: bool) -> None:
     lines = seen.summary()
     for line in lines:
         log.warning("%s", line)
-    if not lines and not seen.models:
+    if not seen.models and not in_child and not seen.options.dry_run:
         log.warning("no training step was seen, so nothing was planned")
 
 

@@ -30,6 +30,7 @@ import torch
 
 from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.distributed.fsdp import local
+from memfit.capture.dynamo.own_calls import own_call
 from memfit.capture.optimizer.fresh import all_optimizers, fresh_optimizer, hooks_aside, stepper, steps_apart
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, unwrapped_optimizer
 from memfit.errors import SpecError
@@ -108,7 +109,8 @@ def optimizer_cost(optimizer: OptimizerLike | OptimizerPart | OptimizerCost | No
         return _of_lbfgs(of, trained)
     real = _held(of, [p for group in of.param_groups for p in group["params"]], device_type)
     missing = [p for p in trained if id(p) not in real.by_parameter]
-    predicted = _predicted(of, trained, device_type, needed=bool(missing))
+    with own_call():  # the steps of its copies are not those of the loop
+        predicted = _predicted(of, trained, device_type, needed=bool(missing))
     coming = {id(p) for p in (trained if predicted.exact else missing)}
     by_parameter = {id(p): real.by_parameter.get(id(p), 0) for p in trained}
     for key in by_parameter.keys() & coming:

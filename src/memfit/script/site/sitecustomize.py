@@ -15,8 +15,10 @@ if os.environ.get("MEMFIT_BUDGET"):
     begin()
 
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != _HERE]
-del sys.modules["sitecustomize"]
+_own = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 except ModuleNotFoundError:
     pass
+finally:
+    sys.modules.setdefault("sitecustomize", _own)
