@@ -24,6 +24,7 @@ class Mode:
         channels_last: whether model and inputs are images in that layout.
         micro_batches: backward passes before the optimizer steps.
         forwards: forward passes before each backward pass.
+        lazy: whether the model is fitted without inputs and without its loss, and planned at its first call.
         hooks: whether hooks are registered, some before and some after the model is fitted.
         options: more arguments of `memfit.fit`.
         tolerance: largest difference, relative to the largest element; 0.0 asks for the same bits.
@@ -37,6 +38,7 @@ class Mode:
     channels_last: bool = False
     micro_batches: int = 1
     forwards: int = 1
+    lazy: bool = False
     hooks: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 0.0
@@ -54,6 +56,7 @@ _ALL = (
     Mode(name="channels-last", channels_last=True, shares=(0.7, 0.0)),
     Mode(name="accumulate", micro_batches=2, shares=(0.8, 0.0)),
     Mode(name="hooks", hooks=True, shares=(1.2, 0.8)),
+    Mode(name="lazy", lazy=True, shares=(1.5, 0.9, 0.7)),
     Mode(name="twice", forwards=2, shares=(1.2, 0.8)),
 )
 

@@ -107,6 +107,8 @@ class Fitted:
         assert model is not None
         if in_own_call():
             return model._call_impl(*args, **kwargs)
+        if self.fitting.watch is not None:
+            self._end_watch(model)
         if not model.training or not torch.is_grad_enabled():
             return (self.beneath or model._call_impl)(*args, **kwargs)
         reason = transformed()
@@ -156,15 +158,18 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
 
-    def fits_plainly(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> bool:
-        """Whether a call runs without a plan, because the baseline step fits."""
+    def _end_watch(self, model: nn.Module) -> None:
+        """Ends the watch of the step before, which ran without a plan, when the module is called again."""
         peak_bytes = self.fitting.end(device_of(model))
         if peak_bytes:
             self.tell(
-                f"over without a plan {key}",
+                "over without a plan",
                 f"took {format_bytes(peak_bytes)} in a step without a plan, more than predicted and more than its "
-                "budget; such steps are planned from here on",
+                "budget; steps with such inputs are planned from here on",
             )
+
+    def fits_plainly(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether a call runs without a plan, because the baseline step fits."""
         if key in self.fitting.known or key in self.fitting.over:
             return key in self.fitting.known
         with _PLANNING, undisturbed():

@@ -120,7 +120,7 @@ def test_inputs_that_the_model_does_not_take_are_told() -> None:
     with pytest.raises(SpecError, match=r"pass \(x,\)"):
         memfit.fit(_model(), _X, budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="does not take these inputs"):
-        memfit.fit(_model(), budget="1GiB")
+        memfit.fit(_model(), (), budget="1GiB")
 
 
 def test_a_loss_on_values_over_a_module_that_assigns_its_buffers() -> None:
