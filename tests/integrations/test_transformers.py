@@ -1,0 +1,91 @@
+"""`Trainer` of transformers with the callback: the weights of a run without it, and figures in its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 300, (48,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def reporter(seen: list[dict[str, float]]) -> Any:
+    """Stands for TensorBoard: it sees the log before callbacks that are given to the trainer after it."""
+    from transformers import TrainerCallback
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            seen.append(dict(logs))
+
+    return Reporter()
+
+
+@pytest.fixture(autouse=True)
+def plain_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMFIT_PLAN")
+
+
+def trainer(folder: Path, *callbacks: Any, **more: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=48, n_head=2, vocab_size=300, n_positions=48))
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **more,
+    )
+    return Trainer(model, arguments, train_dataset=Texts(), callbacks=list(callbacks))
+
+
+def weights(made: Any) -> list[torch.Tensor]:
+    made.train()
+    return [p.detach().clone() for p in made.model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_weights_and_the_log(tmp_path: Path, told: list[str]) -> None:
+    from memfit.integrations.transformers import attach
+
+    plain, seen = weights(trainer(tmp_path)), list[dict[str, float]]()
+    fitted = trainer(tmp_path, reporter(seen), gradient_checkpointing=True)
+    attach(fitted, "2.6MiB", search_seconds=0.1)
+    assert same(weights(fitted), plain)
+    assert any("gradient checkpointing of GPT2LMHeadModel is turned off" in line for line in told)
+    figures = seen[-2]
+    assert figures["memfit/peak_measured"] <= 2.6 * 2**20 and figures["memfit/plans"] >= 1
+    assert {"memfit/peak_predicted", "memfit/overhead"} <= figures.keys()
+    assert "memfit/plans" in fitted.state.log_history[0]
+    with pytest.raises(memfit.MemfitError, match="is not fitted"):
+        memfit.plan_of(fitted.model)
+
+
+def test_a_model_that_fits_is_not_planned(tmp_path: Path) -> None:
+    from memfit.integrations.transformers import MemfitCallback
+
+    plain = weights(trainer(tmp_path))
+    fitted = trainer(tmp_path, MemfitCallback("1GiB"))
+    assert same(weights(fitted), plain)
+    entry = fitted.state.log_history[0]
+    assert entry["memfit/plans"] == 0 and entry["memfit/peak_predicted"] < 2**30 and "memfit/overhead" not in entry
