@@ -104,3 +104,19 @@ def inside(rank: int, world: int, as_view: bool, alone_bytes: int) -> None:
 @pytest.mark.parametrize("as_view", [False, True])
 def test_a_wrapped_module_is_fitted_beside_its_buckets(as_view: bool, tmp_path: Path) -> None:
     run(inside, 2, tmp_path, as_view, peak_bytes())
+
+
+def at_its_first_call(rank: int, world: int, budget: int) -> None:
+    inner = model()
+    plain = copy.deepcopy(inner)
+    wrapped = DistributedDataParallel(inner, bucket_cap_mb=1e-3)
+    parallel = memfit.fit(wrapped, budget=budget, search_seconds=0.1)
+    assert type(parallel) is DistributedDataParallel
+    trains_as_plain(parallel, inner, plain, rank, world)
+    assert memfit.plan_of(parallel).program.recomputed()
+
+
+def test_a_wrapped_module_is_planned_while_the_wrapper_calls_it(tmp_path: Path) -> None:
+    """Its graph must not be split at the buckets."""
+    buckets = sum(p.nbytes for p in model().parameters())
+    run(at_its_first_call, 2, tmp_path, int(0.8 * (peak_bytes() + buckets)))

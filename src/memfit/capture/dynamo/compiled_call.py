@@ -73,7 +73,9 @@ def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -
     state = {} if decisions is None else dict((*model.named_parameters(), *model.named_buffers()))
     # In one graph, a number read from an input breaks the graph only if its use cannot be decided.
     limits["capture_scalar_outputs"] = not in_subgraphs
-    options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
+    # A module that is planned while `DistributedDataParallel` calls it would have its graph split at the buckets.
+    as_asked = {"skip_nnmodule_hook_guards": False, "optimize_ddp": False}
+    options = limits | logs_left_out() | own_random | as_asked | _ALL_GUARDS
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if settings.replaced and in_subgraphs else contextlib.nullcontext()
