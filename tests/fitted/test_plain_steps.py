@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from memfit.compiler.request import Request
 from memfit.fitted import plain_steps
 from memfit.fitted.installation import fitted_call
 from memfit.fitted.plain_steps import PlainStep, PlainSteps
+from memfit.profiling.baseline_peak import counted_step
 from memfit.profiling.memory import allocation_peak
 
 
@@ -96,7 +98,7 @@ def test_a_step_that_fits_runs_without_a_plan() -> None:
     assert_same(model, trained(lambda *_: None))
     plan = memfit.plan_of(model)
     assert plan.is_plain and plan.fits and not fitted_call(model).plans
-    assert plan.summary().startswith("Fits without a plan: ") and "of 1.00 GiB; Net runs as it is." in str(plan)
+    assert plan.summary().startswith("Fits without a plan: at most ") and "of 1.00 GiB; Net runs as it is." in str(plan)
     with pytest.raises(memfit.MemfitError, match="plain=False plans it"):
         plan.save("plan.json")
 
@@ -153,18 +155,11 @@ def test_it_can_be_planned_where_it_fits_too(monkeypatch: pytest.MonkeyPatch) ->
     assert not memfit.plan_of(other).is_plain
 
 
-def test_smaller_inputs_than_those_that_fit_need_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[Any] = []
-    count = plain_steps.predicted
-
-    def counted(*args: Any) -> PlainStep | None:
-        counts.append(args)
-        return count(*args)
-
-    monkeypatch.setattr(plain_steps, "predicted", counted)
+def test_smaller_inputs_than_those_that_fit_need_no_count() -> None:
     rows = (512, 40, 511, 3, 512, 600)
     model = trained(lambda m, o: memfit.fit(m, budget="1GiB", optimizer=o), rows)
-    assert len(counts) == 2  # for 512 and 600 rows
+    steps = fitted_call(model).fitting.known.values()
+    assert len(steps) == 5 and len({id(step) for step in steps}) == 2  # counted for 512 and 600 rows
     assert_same(model, trained(lambda *_: None, rows))
 
 
@@ -181,6 +176,79 @@ def test_an_input_that_other_code_computed_is_counted_too() -> None:
     memfit.fit(model, budget="1GiB")
     model(encoder(batch(0)[0])).sum().backward()
     assert memfit.plan_of(model).is_plain and encoder.weight.grad is not None
+
+
+class Looking(nn.Module):
+    """Takes as many rows as the first number of its input says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, count: Tensor, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x.repeat(int(count[0]), 1)).sum()
+        return made
+
+
+def test_a_module_that_looks_at_values_is_watched_in_each_step() -> None:
+    model = memfit.fit(Looking(), budget="1GiB")
+    for rows in (1, 2, 3, 4):
+        model(torch.tensor([rows]), torch.ones(2, 4)).backward()
+        assert fitted_call(model).fitting.watch is not None
+    model = memfit.fit(net()[0], budget="1GiB")
+    for _ in range(4):
+        model(batch(0)[0]).sum().backward()
+    assert fitted_call(model).fitting.watch is None
+
+
+class Both(nn.Module):
+    """Returns what it made and a penalty; the loop adds a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.net(x)
+        return made, made.square().mean()
+
+
+def test_the_only_scalar_is_a_guess_that_the_loop_may_prove_wrong(told: Any) -> None:
+    def steps(model: nn.Module) -> nn.Module:
+        for step in range(3):
+            x, y = batch(step)
+            made, penalty = model(x)
+            (F.cross_entropy(made, y) + penalty).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        return model
+
+    torch.manual_seed(0)
+    model = Both()
+    plain = copy.deepcopy(model)
+    assert_same(steps(memfit.fit(model, budget="4MiB", search_seconds=0.1)), steps(plain))
+    assert not memfit.plan_of(model).is_plain
+    assert any("a gradient arrived for an output that the loss given to memfit does not use" in line for line in told)
+
+
+@pytest.mark.parametrize("part", ["compiled", "higher order"])
+def test_a_module_with_such_a_part_is_counted(part: str) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.run = torch.compile(torch.tanh, backend="eager") if part == "compiled" else self.conditional
+
+        def conditional(self, x: Tensor) -> Any:
+            return torch.cond(x.shape[0] > 1, lambda t: self.inner(t), lambda t: t + 1, (x,))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(x).sum()
+
+    model = Inner()
+    assert counted_step(model, (torch.ones(4, 8),), {}, None, "cpu", workspaces=False) is not None
 
 
 def test_the_class_and_the_object_stay() -> None:
@@ -216,7 +284,7 @@ def test_a_step_that_took_more_than_its_budget_is_planned_from_then_on() -> None
 def test_a_signature_covers_smaller_ones_only() -> None:
     steps = PlainSteps()
     entry = lambda *shape: (torch.Size(shape), torch.float32)  # noqa: E731
-    known = PlainStep(label="", budget_bytes=1, predicted_bytes=1, there_bytes=0)
+    known = PlainStep(label="", budget_bytes=1, predicted_bytes=1, is_bound=False, there_bytes=0, reads_values=False)
     steps.known[(entry(4, 8), "mode")] = known
 
     def covered(key: Any) -> bool:

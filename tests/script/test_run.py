@@ -86,6 +86,30 @@ def test_errors_of_the_script_are_its_own(tmp_path: Path) -> None:
         assert found.returncode == 2 and message in found.stderr
 
 
+def test_the_script_runs_as_python_runs_it(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "def f(x: int): ...\nimport pickle, sys\nclass A: ...\n"
+        "print(f.__annotations__['x'] is int, __name__, type(pickle.loads(pickle.dumps(A()))) is A, sys.argv[1:])\n"
+    )
+    found = by_memfit("1GiB", str(script), "--budget", "9")
+    assert (found.returncode, found.stdout) == (0, "True __main__ True ['--budget', '9']\n")
+
+
+def test_a_child_that_does_not_use_torch_does_not_import_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.hidden = 'ran'\n")
+    script = tmp_path / "parent.py"
+    code = "import sys; print('torch' in sys.modules, hidden)"
+    script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}], check=True)\n")
+    before = ENVIRONMENT.get("PYTHONPATH", "")
+    ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(tmp_path)]))
+    try:
+        found = by_memfit("1GiB", str(script))
+    finally:
+        ENVIRONMENT["PYTHONPATH"] = before
+    assert (found.returncode, found.stdout) == (0, "False ran\n"), found.stderr
+
+
 def test_a_model_that_cannot_be_planned_runs_as_it_is_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "checkpointed.py"
     script.write_text(

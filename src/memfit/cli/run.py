@@ -102,4 +102,5 @@ def _run_file(path: Path) -> None:
     main.__file__ = str(path)
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)
+    # This file's own `from __future__` must not reach the script.
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)

@@ -124,7 +124,8 @@ class CompiledPlan:
     def summary(self) -> str:
         """One sentence: whether the plan fits, at which cost, and by which means."""
         if self.is_plain:
-            peaks = f"{format_bytes(self.predicted.peak_bytes)} predicted, of {format_bytes(self.budget_bytes)}"
+            most = "at most " if self.predicted.is_bound else ""
+            peaks = f"{most}{format_bytes(self.predicted.peak_bytes)} predicted, of {format_bytes(self.budget_bytes)}"
             return f"Fits without a plan: {peaks}; {self.label} runs as it is."
         measured = "" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured"
         means = f"recompute {len(self.program.recomputed())} ops"

@@ -244,8 +244,8 @@ class Fitted:
         except Exception as error:
             if not isinstance(error, BudgetError):
                 _raise_as_plain(model, args, kwargs)
-            first = self.latest is None and not (self.gives_up and not isinstance(error, BudgetError))
-            if first or not isinstance(error, MemfitError):
+            goes_on = self.latest is not None or (self.gives_up and not isinstance(error, BudgetError))
+            if not goes_on or not isinstance(error, MemfitError):
                 raise
             return self._unplanned(key, error)
         return self.adopt(model, key, plan)

@@ -4,8 +4,9 @@ The peak of the baseline step is counted on fake tensors (`memfit.profiling.base
 the optimizer's state. If it is below the budget by a margin, the module runs as it is. A call whose inputs are nowhere
 larger than those of such a call needs no count.
 
-Idea: the first step of each kind is watched. If it takes more than the budget, because the loss or other code outside
-of the module takes more than assumed, the next step is planned.
+Idea: the first two steps of each kind are watched, and all steps of a module whose memory may depend on values. If one
+takes more than the budget, because the loss or other code outside of the module takes more than assumed, the next step
+is planned.
 
 Known limits: a loss outside of the module is unknown until it runs; it counts as two copies of the outputs. On a CPU,
 torch does not tell the peak of its allocator, so the memory of the process is watched: small steps are not seen there.
@@ -25,6 +26,7 @@ from torch import nn
 from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.fx_module import OneGraph
 from memfit.capture.optimizer.state import optimizer_cost
+from memfit.capture.optimizer.unwrapped import unwrapped_optimizer
 from memfit.capture.residents import storage_bytes
 from memfit.capture.state.input_signature import Signature
 from memfit.capture.training_step import device_of
@@ -62,14 +64,18 @@ class PlainStep:
     Attributes:
         label: name of the module.
         budget_bytes: requested peak of the whole step.
-        predicted_bytes: predicted peak of the whole step; far below the budget, an upper bound of it.
+        predicted_bytes: predicted peak of the whole step.
+        is_bound: whether that is only an upper bound, because it is far below the budget.
         there_bytes: the part of it that is in memory before the step.
+        reads_values: whether the module asked for values of its inputs, so that its memory may depend on them.
     """
 
     label: str
     budget_bytes: int
     predicted_bytes: int
+    is_bound: bool
     there_bytes: int
+    reads_values: bool
 
     def as_plan(self) -> CompiledPlan:
         """The step as a plan without instructions."""
@@ -79,6 +85,7 @@ class PlainStep:
             strategy="plain",
             predicted=Prediction(
                 peak_bytes=self.predicted_bytes,
+                is_bound=self.is_bound,
                 plain_peak_bytes=self.predicted_bytes,
                 step_seconds=0.0,
                 overhead=0.0,
@@ -139,8 +146,8 @@ class PlainSteps:
         return found
 
     def begin(self, key: Signature, step: PlainStep, device: torch.device) -> None:
-        """Watches the step that begins, if it is one of the first of its signature."""
-        if self.watched.get(key, 0) >= _WATCHED_STEPS:
+        """Watches the step that begins, if it is one of the first of its signature or depends on values."""
+        if self.watched.get(key, 0) >= _WATCHED_STEPS and not step.reads_values:
             self.watch = None
             return
         self.watched[key] = self.watched.get(key, 0) + 1
@@ -180,6 +187,7 @@ def predicted(model: nn.Module, args: Any, kwargs: Any, request: Request) -> Pla
     counted = count(workspaces=False)
     if counted is None:
         return None
+    reads_values = counted.reads_values
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     held = [*parameters, *model.buffers(), *(p.grad for p in parameters), *pytree.tree_leaves((args, kwargs))]
@@ -187,22 +195,24 @@ def predicted(model: nn.Module, args: Any, kwargs: Any, request: Request) -> Pla
     coming_bytes = sum(p.nbytes for p in trained if p.grad is None)
     budget_bytes = resolve_budget(request.budget, device, there_bytes)
 
-    def fitting(state_bytes: int, peak_bytes: int) -> PlainStep | None:
+    def fitting(state_bytes: int, peak_bytes: int, *, is_bound: bool = False) -> PlainStep | None:
         if (there_bytes + peak_bytes) * (1 + _MARGIN[device.type]) > budget_bytes:
             return None
         return PlainStep(
             label=request.label or type(model).__name__,
             budget_bytes=budget_bytes,
             predicted_bytes=there_bytes + peak_bytes,
+            is_bound=is_bound,
             there_bytes=there_bytes + state_bytes,
+            reads_values=reads_values,
         )
 
     def step_bytes(found: BaselinePeak) -> int:
         return found.step_bytes + found.outputs_held_bytes + _LOSS_COPIES * found.outputs_bytes
 
-    most_bytes = _most_state_bytes(request.optimizer, sum(p.nbytes for p in trained))
+    most_bytes = _most_state_bytes(request.optimizer)
     if most_bytes is not None:
-        far = fitting(most_bytes, most_bytes + coming_bytes + int(_FAR * step_bytes(counted)))
+        far = fitting(most_bytes, most_bytes + coming_bytes + int(_FAR * step_bytes(counted)), is_bound=True)
         if far is not None:
             return far
     cost = optimizer_cost(request.optimizer, device.type)
@@ -215,12 +225,15 @@ def predicted(model: nn.Module, args: Any, kwargs: Any, request: Request) -> Pla
     return fitting(cost.state_bytes, max(cost.state_bytes + step_bytes(counted), after_bytes))
 
 
-def _most_state_bytes(optimizer: Any, trained_bytes: int) -> int | None:
+def _most_state_bytes(optimizer: Any) -> int | None:
     """An upper bound of what an optimizer of torch holds and takes, which need not step to tell; None for another."""
     if optimizer is None:
         return 0
-    is_known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
-    return _STATE_COPIES * trained_bytes if is_known else None
+    found = unwrapped_optimizer(optimizer)
+    if not type(found).__module__.startswith("torch.optim.") or isinstance(found, torch.optim.LBFGS):
+        return None
+    copied = sum(int(p.nbytes) for group in found.param_groups for p in group["params"])
+    return _STATE_COPIES * copied
 
 
 def _is_larger(one: Signature, other: Signature) -> bool:

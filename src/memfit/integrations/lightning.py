@@ -12,6 +12,7 @@ import lightning
 from torch import nn
 
 from memfit.api import fit, release
+from memfit.capture.optimizer.state import optimizer_cost
 from memfit.errors import SpecError
 from memfit.integrations.figures import figures
 
@@ -39,8 +40,11 @@ class Memfit(lightning.Callback):
         Raises:
             SpecError: if it must be named.
         """
-        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
-        fit(self._model(pl_module), budget=self.budget, optimizer=optimizer, **self.options)
+        model, optimizers = self._model(pl_module), trainer.optimizers
+        of_all: Any = optimizers[0] if len(optimizers) == 1 else None
+        if len(optimizers) > 1:  # `fit` takes one, or the bytes that the states of all take
+            of_all = sum(optimizer_cost(one, pl_module.device.type).state_bytes for one in optimizers)
+        fit(model, budget=self.budget, optimizer=of_all, **self.options)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *rest: Any, **more: Any

@@ -30,6 +30,7 @@ class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
     Attributes:
         peak_bytes: highest memory of the step.
+        is_bound: whether that is only an upper bound, of a step that runs without a plan.
         step_seconds: sum of the times of its ops.
         overhead: extra time over the baseline step, as a fraction.
         plain_peak_bytes: highest memory of the step without memfit.
@@ -44,6 +45,7 @@ class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """
 
     peak_bytes: Bytes
+    is_bound: bool = False
     step_seconds: Seconds
     overhead: Fraction
     plain_peak_bytes: Bytes = 0

@@ -71,6 +71,7 @@ class BaselinePeak:
         step_bytes: peak of a step that frees the outputs once the loss is computed, `loss_fn(model(x)).backward()`.
         outputs_held_bytes: bytes that are added if a variable holds the outputs until the backward pass ends.
         at: the op at the peak; empty if it was measured.
+        reads_values: whether the step asked for values that its inputs decide, so that it may take more for others.
         outputs_bytes: bytes of the outputs where no loss is known, so that the peak is one without a loss.
     """
 
@@ -78,6 +79,7 @@ class BaselinePeak:
     outputs_held_bytes: int
     at: str = ""
     outputs_bytes: int = 0
+    reads_values: bool = False
 
 
 def counted_step(
@@ -154,6 +156,7 @@ def counted_step(
                 outputs_held_bytes=held_bytes,
                 at=counter.at,
                 outputs_bytes=0 if has_loss else counter.outputs_bytes,
+                reads_values=known.asked,
             )
     except Exception as error:  # code of the user or of torch raised: the peak is unknown
         log.info("the baseline step does not run on fake tensors: %s: %s", type(error).__name__, error)

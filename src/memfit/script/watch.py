@@ -85,8 +85,12 @@ class Watch:
         if in_own_call():
             return
         self.stepped.add(optimizer)
-        if all(known in self.stepped for known in self.known()):
+        if self.knows_all():
             nn.Module.__call__ = self.plain_call  # type: ignore[method-assign]
+
+    def knows_all(self) -> bool:
+        """Whether every optimizer has stepped."""
+        return all(known in self.stepped for known in self.known())
 
     def known(self) -> Iterator[Optimizer]:
         """The optimizers that still exist."""
@@ -119,7 +123,8 @@ class Watch:
                 self.found(module, args, kwargs)
             return self.plain_call(module, *args, **kwargs)
         finally:
-            nn.Module.__call__ = looking  # type: ignore[method-assign]
+            if not self.knows_all():
+                nn.Module.__call__ = looking  # type: ignore[method-assign]
 
     def optimizer_of(self, module: nn.Module) -> Optimizer | None:
         """The optimizer that trains most bytes of a module; None if none does."""

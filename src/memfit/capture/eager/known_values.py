@@ -22,6 +22,7 @@ from memfit.torch_compat.core import (
     VALUE_ERRORS,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     pytree,
     unset_fake_temporarily,
@@ -43,11 +44,17 @@ class KnownValues(TorchDispatchMode):
 
     Attributes:
         mode: the mode of the fake tensors.
+        asked: whether code has asked for a value.
     """
+
+    # As the modes around it: without these flags, Dynamo refuses to trace under it, and some ops refuse to run.
+    is_infra_mode = classmethod(lambda cls: True)
+    supports_higher_order_operators = True
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
+        self.asked = False
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,6 +68,8 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op on fake tensors, and on values where all operands have one."""
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # an op of higher order
+            return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         known = all(self._value(t) is not None for t in tensors)
         if not known or func in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
@@ -69,6 +78,7 @@ class KnownValues(TorchDispatchMode):
         try:
             made = func(*args, **kwargs)
         except VALUE_ERRORS:
+            self.asked = True
             return pytree.tree_map_only(torch.Tensor, self.fake, self._computed(func, args, kwargs))
         fakes = [t for t in tensors_in((made,)) if isinstance(t, FakeTensor)]
         if fakes and all(_is_small(t) for t in fakes) and (tensors or not any(map(_is_inexact, fakes))):
@@ -97,6 +107,7 @@ class KnownValues(TorchDispatchMode):
                 continue
             with unset_fake_temporarily():
                 places = mask.nonzero().unbind(1)
+            self.asked = True
             indices += [self.fake(place) for place in places]
         return args[0], indices
 
