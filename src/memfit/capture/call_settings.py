@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -28,6 +28,8 @@ class CallSettings:
         replaced: whether the model's own checkpoints only call their functions.
         decisions: branches on inputs that the call is compiled for are added here; None lets them break the graph.
         as_compiled: whether code that asks if it is compiled is told so.
+        varying: by place of an input among the leaves of the call's arguments, the dimensions whose sizes are symbols
+            in the graph, so that it is made for many sizes.
     """
 
     fullgraph: bool = False
@@ -36,3 +38,4 @@ class CallSettings:
     replaced: bool = False
     decisions: list[Decision] | None = None
     as_compiled: bool = False
+    varying: Mapping[int, Sequence[int]] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memfit.capture.dynamo.symbolic_call import SymbolicCall
 from memfit.capture.dynamo.traced_graph import Reader
 from memfit.ops.accumulation import Accumulate
 
@@ -32,6 +33,7 @@ class CaptureOptions:
             (`memfit.capture.gradients.shared_inputs`).
         as_compiled: whether code that asks is told that it is compiled; for a step that is only estimated, where eager
             mode would look at values and there are none.
+        symbolic: the call of the module for many sizes, from which the graph for these inputs is made.
         checkpointing: `"refuse"` or `"replace"`, how checkpoints of the model itself are treated.
     """
 
@@ -44,6 +46,7 @@ class CaptureOptions:
     decide: bool = True
     by_use: bool = False
     as_compiled: bool = False
+    symbolic: SymbolicCall | None = None
     checkpointing: str = "refuse"
 
     def reader(self) -> Reader:

@@ -22,20 +22,20 @@ from memfit.capture.failures import told_plainly
 from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, device_of
+from memfit.compiler.carried_plan import KnownSizes, carried_plan
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
-from memfit.compiler.stages import capture_and_profile, check_request, plan_captured, resolve_budget
+from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
-from memfit.ir.graph import StepGraph
 from memfit.planner.effort import search_limit
 from memfit.planner.offload.streaming_search import least_streaming
 from memfit.refusals import advised, refused
 from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes
 
-__all__ = ["Step", "make_plan", "plan_profiled"]
+__all__ = ["make_plan", "plan_profiled"]
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,6 @@ _HINT_SECONDS = 1.0
 _GOOD_ENOUGH = 0.01
 """If a plan without tiles has less overhead than this, no plan with tiles is made."""
 
-Step = tuple[Capture, StepGraph]
-"""A captured step and its profiled graph."""
-
 
 @user_modes_set_aside()
 def make_plan(
@@ -62,6 +59,7 @@ def make_plan(
     *,
     progress: Progress | None = None,
     keep_call: bool = False,
+    known: KnownSizes | None = None,
 ) -> CompiledPlan:
     """Captures, profiles, plans and proves one training step.
 
@@ -73,6 +71,7 @@ def make_plan(
         progress: called with the progress.
         keep_call: whether the plan is applied to this module next; it then reuses the call that the proving run
             compiled.
+        known: what is known of the module's steps for inputs of other sizes, whose decisions a plan may take over.
 
     Returns:
         The plan; the model is unchanged.
@@ -95,7 +94,13 @@ def make_plan(
             proving_step(model, args, kwargs, request, state).plain()
 
     with told_plainly(model, baseline_step), planning_backward(in_autocast=request.backward_in_autocast):
-        plan = _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+        carried = None if known is None else carried_plan(model, args, kwargs, request, known)
+        if carried is None:
+            plan = _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+        else:
+            plan, is_first = carried
+            if is_first and request.prove:
+                plan = prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
     return plan if keep_call else _without_call(plan)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from memfit import strategies
 from memfit.capture.checkpoints import CHECKPOINTING
 from memfit.capture.distributed.fsdp import is_sharded
+from memfit.capture.dynamo.symbolic_call import SymbolicCall
 from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
 from memfit.capture.optimizer.unwrapped import check_optimizer
 from memfit.capture.state.input_signature import signature
@@ -29,7 +30,6 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.residents import ResidentKind
 from memfit.ir.serialization import graph_digest
-from memfit.ir.tiers import TierLinks
 from memfit.planner.analysis.explain import decisions, prediction
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import relaxed_bound
@@ -47,13 +47,20 @@ from memfit.torch_compat.core import pytree
 from memfit.units import format_bytes, parse_bytes
 
 __all__ = [
+    "Step",
     "capture_and_profile",
+    "captured_for",
     "check_request",
     "fingerprint",
     "plan_captured",
+    "planned_step",
     "resolve_budget",
+    "tiers_of",
 ]
 
+
+Step = tuple[Capture, StepGraph]
+"""A captured step and its profiled graph."""
 
 _BITWISE = ("keep", "recompute", "swap")
 _ALL = (*_BITWISE, "tile")
@@ -125,8 +132,34 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
-    graph = agreed_step(model, structs.replace(graph, tiers=_tiers(request, device)), device)
+    graph = agreed_step(model, tiers_of(graph, request, device), device)
     return replace(capture, graph=graph), graph
+
+
+def captured_for(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    cache: CostCache,
+    symbolic: SymbolicCall | None = None,
+) -> Capture:
+    """The captured step, whose ops are not measured.
+
+    Args:
+        model: module in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: budget and other requirements.
+        cache: known costs.
+        symbolic: the call of the module for many sizes, from which the step is made; None to capture it anew.
+
+    Raises:
+        NotOfSizesError: if the call for many sizes does not serve these inputs.
+    """
+    asked = replace(request, capture=replace(request.capture, symbolic=symbolic))
+    captured = _captured(model, args, kwargs, asked, separate=known_separable(cache), grid=())
+    return separated(captured, device_of(model), cache)
 
 
 def _never(_: str) -> bool:
@@ -155,10 +188,11 @@ def _captured(
     return replace(capture, graph=graph, residents=graph.residents)
 
 
-def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:
-    """Tiers that the plan may swap to; none if the request or its strategy does not swap."""
+def tiers_of(graph: StepGraph, request: Request, device: torch.device) -> StepGraph:
+    """The step with the tiers that a plan may swap to; none if the request or its strategy does not swap."""
     may = request.levers in ("bitwise", "all") or "swap" in request.levers
-    return tier_links(request.tiers, device) if may and strategies.swaps(request.strategy) else ()
+    tiers = tier_links(request.tiers, device) if may and strategies.swaps(request.strategy) else ()
+    return structs.replace(graph, tiers=tiers)
 
 
 def plan_captured(
@@ -176,9 +210,29 @@ def plan_captured(
     if progress is not None:
         progress("plan", 0, 1)
     program, bound_seconds = agreed_program(model, lambda: _program(graph, request, budget_bytes), device_of(model))
-    check(graph, program)
+    plan = planned_step(model, args, kwargs, (capture, graph), request, budget_bytes, program, bound_seconds)
     if progress is not None:
         progress("plan", 1, 1)
+    return plan
+
+
+def planned_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    step: Step,
+    request: Request,
+    budget_bytes: int,
+    program: Program,
+    bound_seconds: float | None = None,
+) -> CompiledPlan:
+    """The plan of a step that runs a program.
+
+    Raises:
+        ProgramError: if the program does not compute the step.
+    """
+    capture, graph = step
+    check(graph, program)
     timeline = simulate(graph, program)
     return CompiledPlan(
         label=request.label or type(model).__name__,

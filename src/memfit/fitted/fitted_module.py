@@ -22,10 +22,11 @@ from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
-from memfit.capture.state.input_signature import Signature, signature
+from memfit.capture.state.input_signature import Signature, nearest, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import device_of
+from memfit.compiler.carried_plan import KnownSizes, SymbolicCalls
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Planned, Request
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
@@ -52,8 +53,9 @@ _MOST_STRAYS = 3
 """Maximum number of times a module is planned again because a step did not run as planned."""
 
 
-Replanner = Callable[[nn.Module, Any, Any, Request], CompiledPlan]
-"""Makes a plan of a module, its positional and keyword inputs and a request; with the call that the plan needs."""
+Replanner = Callable[[nn.Module, Any, Any, Request, KnownSizes | None], CompiledPlan]
+"""Makes a plan of a module, its positional and keyword inputs and a request, with the call that the plan needs; it is
+told of steps for other sizes of the inputs."""
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class Fitted:
         plain: signatures that run as plain code because planning failed.
         told: warnings that were given.
         gives_up: whether a module that cannot be planned at its first call runs as it is, instead of an error.
+        symbolic: calls of the module that were compiled for many sizes.
     """
 
     model: weakref.ref[nn.Module]
@@ -99,6 +102,7 @@ class Fitted:
     plain: set[Signature] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
     gives_up: bool = False
+    symbolic: SymbolicCalls = field(default_factory=SymbolicCalls)
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +283,8 @@ class Fitted:
 
             def planned(beside_bytes: int) -> CompiledPlan:
                 beside_bytes += self.request.beside_bytes
-                return self._made(model, args, kwargs, self._as_the_loop(key, beside_bytes=beside_bytes))
+                request = self._as_the_loop(key, beside_bytes=beside_bytes)
+                return self._made(model, args, kwargs, request, self._of_other_sizes(key))
 
             def beside_outputs(room_bytes: int) -> CompiledPlan:
                 name = type(model).__name__
@@ -290,11 +295,21 @@ class Fitted:
             except BudgetError as error:
                 return self._over_budget(model, key, args, kwargs, error)
 
-    def _made(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> CompiledPlan:
+    def _of_other_sizes(self, key: Signature) -> KnownSizes | None:
+        """The steps whose decisions a plan for these inputs may take over; None if it is planned from the start."""
+        present = self.plans.get(key)
+        if present is not None and present.measured_peak_bytes is not None:
+            return None  # as it was before
+        plans = [self.plans[other] for other in nearest(key, self.plans)]
+        return KnownSizes(plans=plans, calls=self.symbolic) if plans else None
+
+    def _made(
+        self, model: nn.Module, args: Any, kwargs: Any, request: Request, known: KnownSizes | None = None
+    ) -> CompiledPlan:
         try:
-            return self.replan(model, args, kwargs, request)
+            return self.replan(model, args, kwargs, request, known)
         except LossError as error:
-            return self.replan(model, args, kwargs, self._without_loss(request, error))
+            return self.replan(model, args, kwargs, self._without_loss(request, error), known)
 
     def _over_budget(
         self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError

@@ -28,7 +28,7 @@ from memfit.capture.fx_module import OneGraph
 from memfit.capture.optimizer.state import optimizer_cost
 from memfit.capture.optimizer.unwrapped import unwrapped_optimizer
 from memfit.capture.residents import storage_bytes
-from memfit.capture.state.input_signature import Signature
+from memfit.capture.state.input_signature import Signature, is_larger
 from memfit.capture.training_step import device_of
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
@@ -137,7 +137,7 @@ class PlainSteps:
             return None
         found = self.known.get(key)
         if found is None:
-            larger = next((known for known in self.known if _is_larger(known, key)), None)
+            larger = next((known for known in self.known if is_larger(known, key)), None)
             found = self.known[larger] if larger is not None else predicted(model, args, kwargs, request)
             if found is None:
                 self.over.add(key)
@@ -173,7 +173,7 @@ class PlainSteps:
             peak_bytes = watch.step.there_bytes + grown_bytes
         if peak_bytes <= watch.step.budget_bytes:
             return 0
-        self.known = {key: step for key, step in self.known.items() if not _is_larger(key, watch.key)}
+        self.known = {key: step for key, step in self.known.items() if not is_larger(key, watch.key)}
         self.over.add(watch.key)
         return peak_bytes
 
@@ -234,24 +234,6 @@ def _most_state_bytes(optimizer: Any) -> int | None:
         return None
     copied = sum(int(p.nbytes) for group in found.param_groups for p in group["params"])
     return _STATE_COPIES * copied
-
-
-def _is_larger(one: Signature, other: Signature) -> bool:
-    """Whether two calls differ in sizes only, and no size of the other is larger."""
-    return len(one) == len(other) and all(map(_covers, one, other))
-
-
-def _covers(one: Any, other: Any) -> bool:
-    if not _is_tensor(one) or not _is_tensor(other):
-        return bool(one == other)
-    shape, theirs = one[0], other[0]
-    return (
-        one[1:] == other[1:] and len(shape) == len(theirs) and all(a >= b for a, b in zip(shape, theirs, strict=True))
-    )
-
-
-def _is_tensor(entry: Any) -> bool:
-    return isinstance(entry, tuple) and bool(entry) and isinstance(entry[0], torch.Size)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

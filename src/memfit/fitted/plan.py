@@ -14,6 +14,7 @@ from torch import nn
 
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.compiler.carried_plan import KnownSizes
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
@@ -56,6 +57,8 @@ class Plan(CompiledPlan):
         return install(model, self, replanned, loss_fn=loss_fn, optimizer=optimizer)
 
 
-def replanned(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request) -> Plan:
-    """Makes a plan for inputs of another signature."""
-    return Plan.of(make_plan(model, args, kwargs, request, keep_call=True))
+def replanned(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, known: KnownSizes | None = None
+) -> Plan:
+    """Makes a plan for inputs of another signature; `known` tells of steps for other sizes of these inputs."""
+    return Plan.of(make_plan(model, args, kwargs, request, keep_call=True, known=known))

@@ -71,7 +71,7 @@ def _missed(decisions: Sequence[Decision], model: nn.Module, leaves: Sequence[An
     """The first decision that does not hold any more."""
     for decision in decisions:
         place = decision.place
-        if not decision.holds(leaves[place] if isinstance(place, int) else _buffer(model, place)):
+        if not decision.holds(leaves[place] if isinstance(place, int) else _buffer(model, place or "")):
             return decision
     return None
 

@@ -7,9 +7,7 @@ not fit in memory can be profiled. Results are cached per machine.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
 from msgspec import structs
@@ -26,13 +24,12 @@ from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import candidate_chunks
 from memfit.ops.recompute import new_statistics_are_read
 from memfit.passes.concat_weight_gradients import is_separable_key, separable_key
-from memfit.passes.conv_backward_split import halves_of
-from memfit.profiling.benchmark import Costs, costs_added, costs_of, recompute_costs, whole_if_separable
+from memfit.profiling.benchmark import Costs, whole_if_separable
 from memfit.profiling.cost_cache import CostCache
 from memfit.profiling.library_workspace import library_bytes
+from memfit.profiling.measurements import measurements_of
 from memfit.profiling.roofline import roofline_seconds
 from memfit.profiling.sampled_workspace import SampledWorkspace
-from memfit.profiling.slice_benchmark import costs_in_slices
 
 __all__ = ["known_separable", "profile_ops", "separated", "with_rooflines"]
 
@@ -40,45 +37,6 @@ _WHOLE_HANDICAP = 1.05
 """A chunked variant takes less memory, so it is preferred at about equal time."""
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measurement:
-    """A call and the measurements of its costs.
-
-    Attributes:
-        keys: keys in the cache for the fields of `Costs`.
-        slices: how the call runs slice by slice, if it does.
-        over: position of the operand over which the call can run; None if it cannot.
-        run: measures the call whole, in chunks and over the operand.
-        run_slices: measures the slices of the call.
-    """
-
-    keys: tuple[str, str, str]
-    slices: BySlices | None
-    over: int | None
-    run: Callable[[], Costs]
-    run_slices: Callable[[], tuple[Variant, ...]]
-
-    def known(self, cache: CostCache) -> Costs | None:
-        """Costs of the call that the cache has; None if one is missing."""
-        key, in_slices, in_place = self.keys
-        if not self._knows_whole(cache) or (self.slices is not None and in_slices not in cache):
-            return None
-        return Costs(variants=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
-
-    def measure(self, cache: CostCache) -> None:
-        """Runs the call and adds its missing costs to the cache."""
-        key, in_slices, in_place = self.keys
-        if not self._knows_whole(cache):
-            costs = self.run()
-            cache.update({key: costs.variants, in_place: costs.in_place})
-        if self.slices is not None:
-            cache[in_slices] = self.run_slices() if cache[key] else ()
-
-    def _knows_whole(self, cache: CostCache) -> bool:
-        key, _, in_place = self.keys
-        return key in cache and (self.over is None or in_place in cache)
 
 
 def profile_ops(
@@ -95,33 +53,11 @@ def profile_ops(
     Returns:
         The step graph of the capture with its costs set; its static bytes include the memory that libraries hold.
     """
-    joints = [joint for joint in capture.joint_ops if joint is not None]
-    of_baseline = [joint for joint in capture.baseline_ops if joint is not None]
-    added = {
-        id(op)
-        for subgraph in capture.subgraphs.subgraphs
-        for op in subgraph.reading.ops
-        if not subgraph.reading.added_as_made.isdisjoint(op.writes)
-    }
-    measurements = {
-        joint.node: [_measurement_added(joint.node, device)] if id(joint) in added else _measurements(joint, device)
-        for joint in joints
-    }
-    planned_keys = {m.keys[0] for of_op in measurements.values() for m in of_op}
-    halves = {
-        joint.node: keys
-        for joint in of_baseline
-        if (keys := _keys_of_halves(joint.node)) and planned_keys.issuperset(keys)
-    }
-    # In this order: what an op of the planned step costs is often known when that of the baseline step is measured.
-    measurements |= {joint.node: _measurements(joint, device) for joint in of_baseline if joint.node not in halves}
-    missing: dict[tuple[str, ...], _Measurement] = {}
-    for measurement in (m for of_op in measurements.values() for m in of_op):
-        if measurement.known(cache) is None:
-            missing.setdefault(measurement.keys, measurement)
+    measurements = measurements_of(capture, device)
+    missing = measurements.missing(cache)
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for done, measurement in enumerate(missing.values()):
+        for done, measurement in enumerate(missing):
             if progress is not None:
                 progress(done, len(missing))
             if measurement.known(cache) is None:
@@ -130,13 +66,8 @@ def profile_ops(
         progress(len(missing), len(missing))
     cache.save()
 
-    def costs(joint: JointOp) -> list[Costs]:
-        if joint.node in halves:
-            return [Costs(variants=_one_after_the_other([cache[key] for key in halves[joint.node]]))]
-        return [m.known(cache) or Costs(variants=()) for m in measurements[joint.node]]
-
-    graph = _with_costs(capture, costs)
-    nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
+    graph = with_costs(capture, lambda joint: measurements.costs(joint, cache))
+    nodes = list({cost_key(joint.node): joint.node for joint in capture.joint_ops if joint is not None}.values())
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         library = library_bytes(graph, device, nodes, plain_code=bool(capture.subgraphs.breaks))
     return graph.beside("workspaces of libraries", library, ResidentKind.LIBRARY)
@@ -188,68 +119,10 @@ def with_rooflines(capture: Capture) -> StepGraph:
             for call in calls
         ]
 
-    return _with_costs(capture, costs)
+    return with_costs(capture, costs)
 
 
-def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
-    """Measurements of the op, and of the call that recomputes it if that is another call."""
-    slices = joint.by_slices
-    # An op that can be chunked writes over its operand only in chunks, and is measured that way.
-    over = None if candidate_chunks(joint.node) else joint.in_place_argument
-
-    if joint.recompute_as is None:
-        return [_measurement(joint.node, slices, over, device)]
-    run = functools.partial(recompute_costs, joint.node, joint.recompute_as, over, device)
-    later = replace(_measurement(joint.recompute_as, slices, over, device), run=run)
-    return [_measurement(joint.node, None, over, device), later]
-
-
-def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None, device: torch.device) -> _Measurement:
-    key = cost_key(call)
-    in_slices = ""
-    if slices is not None:
-        tiles = f" in {slices.grid} tiles" if slices.grid else ""
-        in_slices = f"{key} by {slices.samples} of {slices.batch} samples{tiles}" + (
-            ", rounded" if slices.first else ""
-        )
-    return _Measurement(
-        keys=(key, in_slices, f"{key} over operand {over}"),
-        slices=slices,
-        over=over,
-        run=functools.partial(costs_of, call, over, device),
-        run_slices=lambda: () if slices is None else costs_in_slices(call, slices, device),
-    )
-
-
-def _keys_of_halves(node: fx.Node) -> tuple[str, ...]:
-    """Cache keys of the calls into which passes split an op that the baseline step runs at once; empty for none."""
-    if node.target is not torch.ops.aten.convolution_backward.default:
-        return ()
-    return tuple(cost_key(half) for half in halves_of(node) or ())
-
-
-def _one_after_the_other(calls: Sequence[tuple[Variant, ...]]) -> tuple[Variant, ...]:
-    """The cost of calls that run whole, one after the other; empty if one of them cannot run."""
-    if not all(calls):
-        return ()
-    whole = [variants[0] for variants in calls]
-    seconds, workspace_bytes = sum(v.seconds for v in whole), max(v.workspace_bytes for v in whole)
-    return (Variant(chunks=1, seconds=seconds, workspace_bytes=workspace_bytes),)
-
-
-def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
-    """Measurement of an op that adds its result to a gradient."""
-    key = f"{cost_key(node)} added to a gradient"
-    return _Measurement(
-        keys=(key, "", f"{key} over operand None"),
-        slices=None,
-        over=None,
-        run=functools.partial(costs_added, node, device),
-        run_slices=tuple,
-    )
-
-
-def _with_costs(capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]]) -> StepGraph:
+def with_costs(capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]]) -> StepGraph:
     ops: list[Op] = []
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
         if joint is None:

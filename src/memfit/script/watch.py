@@ -34,6 +34,7 @@ from memfit.capture.optimizer.state import optimizer_cost
 from memfit.capture.optimizer.unwrapped import unwrapped_optimizer
 from memfit.capture.residents import storage_bytes
 from memfit.capture.training_step import device_of
+from memfit.compiler.carried_plan import KnownSizes
 from memfit.compiler.driver import make_plan
 from memfit.compiler.request import Request
 from memfit.errors import MemfitError
@@ -167,9 +168,11 @@ class Watch:
         gradients = sum(p.nbytes for p in {id(p): p for p in theirs}.values() if p.requires_grad)
         return storage_bytes([*theirs, *called], device) + int(gradients) + states
 
-    def planned(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
+    def planned(
+        self, model: nn.Module, args: Any, kwargs: Any, request: Request, known: KnownSizes | None = None
+    ) -> Plan:
         """Makes a plan, and says how far it is."""
-        plan = Plan.of(make_plan(model, args, kwargs, request, progress=self.progress, keep_call=True))
+        plan = Plan.of(make_plan(model, args, kwargs, request, progress=self.progress, keep_call=True, known=known))
         log.warning("%s: %s", request.label, plan.summary())
         return plan
 

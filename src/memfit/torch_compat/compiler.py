@@ -13,6 +13,7 @@ import torch._dynamo.exc
 import torch._dynamo.guards
 import torch._functorch.aot_autograd as aot
 import torch._inductor.config
+import torch.fx.experimental._config
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import decorators, symbolic_convert, trace_rules
 from torch._dynamo.backends.common import aot_autograd
@@ -61,6 +62,7 @@ __all__ = [
     "numpy_to_tensor_wrapper",
     "reset_code",
     "skip",
+    "symbol_config",
     "symbolic_convert",
     "trace_rules",
     "tracing_state_functions",
@@ -70,6 +72,7 @@ __all__ = [
 dynamo_config = torch._dynamo.config
 dynamo_guards = torch._dynamo.guards
 inductor_config = torch._inductor.config
+symbol_config: Any = torch.fx.experimental._config
 disable: Any = torch._dynamo.disable
 
 

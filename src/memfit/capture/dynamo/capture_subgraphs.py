@@ -25,7 +25,9 @@ from memfit.capture.call_settings import CallSettings
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.distributed.fsdp import gathering, is_sharded, local
 from memfit.capture.dynamo.dynamo_call import DynamoCall
+from memfit.capture.dynamo.graph_at_sizes import NotOfSizesError
 from memfit.capture.dynamo.recording import Recording, Source, record_graph
+from memfit.capture.dynamo.symbolic_call import recorded_at_sizes
 from memfit.capture.dynamo.traced_graph import (
     DynamoGraph,
     Surroundings,
@@ -85,6 +87,7 @@ def capture_subgraphs(
     Raises:
         CaptureError: if Dynamo cannot capture the model; names the line. Errors of the plain forward pass are raised as
             they are.
+        NotOfSizesError: if the call for many sizes does not serve these inputs.
     """
     captured = functools.partial(_capture, model, args, kwargs, options=options, read=read)
     try:
@@ -96,6 +99,8 @@ def capture_subgraphs(
         raise
     except Exception as error:  # any error: the plain forward pass raises it too, or the graph breaks there
         failure = error
+    if options.symbolic is not None:
+        raise NotOfSizesError(first_lines(str(failure))) from failure
     reason = first_lines(str(failure))
     log.info("the graph breaks, capturing subgraph by subgraph: %s", reason)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -212,7 +217,10 @@ def _capture(
         decisions=decisions,
         as_compiled=options.as_compiled,
     )
-    call = frontend_of(model)(model, functools.partial(record_graph, into, of), settings)
+    if fake and options.symbolic is not None:
+        call = recorded_at_sizes(options.symbolic, into, of, decisions)
+    else:
+        call = frontend_of(model)(model, functools.partial(record_graph, into, of), settings)
     try:
         with _own_errors():
             output = call(*args, **kwargs)

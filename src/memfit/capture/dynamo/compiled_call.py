@@ -10,7 +10,7 @@ import contextlib
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,15 @@ from memfit.capture.dynamo.own_calls import own_call
 from memfit.capture.eager.compiler_queries import eager_answers
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.values.branches import decided_branches
-from memfit.torch_compat.compiler import disable, dynamo_config, dynamo_guards, reset_code, wrap_inline
+from memfit.torch_compat.compiler import (
+    decorators,
+    disable,
+    dynamo_config,
+    dynamo_guards,
+    reset_code,
+    symbol_config,
+    wrap_inline,
+)
 from memfit.torch_compat.core import pytree
 
 __all__ = ["call_by_dynamo", "call_has_begun"]
@@ -37,6 +45,10 @@ _ALL_GUARDS = {
 }
 """With these options Dynamo skips the guards on a module's tensors while the module's dicts are unchanged, and so
 misses that a parameter needs a gradient from now on (seen in torch 2.11)."""
+_MARKED_ONLY = {"automatic_dynamic_shapes": False, "specialize_int": True, "specialize_float": True}
+"""With these options only marked sizes become symbols, and no number."""
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+"""Attributes of a tensor with marked sizes."""
 _CALL = "fitted_call"
 """Name of the function that Dynamo compiles."""
 
@@ -56,7 +68,7 @@ def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -
     # Dynamo's table of compiled code and its cache keep each other alive, and with them the plan.
     weakref.finalize(own, reset_code, code).atexit = False
     compiled: Callable[..., Any] = torch.compile(
-        own, backend=_weakly(backend), fullgraph=settings.fullgraph, dynamic=False
+        own, backend=_weakly(backend), fullgraph=settings.fullgraph, dynamic=None if settings.varying else False
     )
     forwards = _own_forwards(model) if in_subgraphs else []
     modules = dict(model.named_modules())
@@ -76,6 +88,7 @@ def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -
     # A module that is planned while `DistributedDataParallel` calls it would have its graph split at the buckets.
     as_asked = {"skip_nnmodule_hook_guards": False, "optimize_ddp": False}
     options = limits | logs_left_out() | own_random | as_asked | _ALL_GUARDS
+    options |= _MARKED_ONLY if settings.varying else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if settings.replaced and in_subgraphs else contextlib.nullcontext()
@@ -89,10 +102,28 @@ def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -
             marks_left_out(),
             rules_of_kernels(),
             _guards_not_timed(),
+            _with_symbols(settings.varying, pytree.tree_leaves((args, kwargs)) if settings.varying else ()),
         ):
             return compiled(*args, **kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _with_symbols(varying: Mapping[int, Sequence[int]], leaves: Sequence[Any]) -> Iterator[None]:
+    """While active, graphs that Dynamo makes have symbols for these sizes, each its own, unless the code fixes it."""
+    if not varying:
+        yield
+        return
+    for place, dimensions in varying.items():
+        decorators.maybe_mark_dynamic(leaves[place], list(dimensions))
+    try:
+        with symbol_config.patch(use_duck_shape=False):
+            yield
+    finally:
+        for place in varying:
+            for mark in _MARKS:
+                vars(leaves[place]).pop(mark, None)
 
 
 def _weakly(backend: Backend) -> Callable[..., Any]:

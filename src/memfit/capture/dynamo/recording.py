@@ -43,7 +43,7 @@ from memfit.fxir.module_names import name_modules
 from memfit.fxir.refused import UnplannableGraphError
 from memfit.torch_compat.core import FakeTensorMode
 
-__all__ = ["Recording", "Source", "record_graph"]
+__all__ = ["Recording", "Source", "ready_to_trace", "record_graph", "record_ready"]
 
 log = logging.getLogger(__name__)
 
@@ -136,17 +136,57 @@ def record_graph(into: Recording, of: Source, gm: fx.GraphModule, inputs: Sequen
     """
     if running_plan(into) is not None:
         return made_while_running(gm, inputs, into)
-    numbers_by_numpy(gm)
-    refuse_rounding_numpy(gm.graph)
-    name_modules(gm.graph, of.model)
-    cut_views_without_gradients(gm)
-    gm, inputs, views = returned_views_first(gm, inputs)
-    hand_on_used_views(gm)
+    gm, inputs, views = ready_to_trace(gm, inputs, of.model)
     key = "" if into.fake else graph_key(gm)
     graph = as_dynamo_made(gm, inputs, key, gathered=bool(into.gathered()))
     if into.fake and reads_numbers(gm):
         raise UnplannableGraphError("a number is read from a tensor")
     results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in outputs_of(gm)]
+    return record_ready(into, of, graph, views, results)
+
+
+def ready_to_trace(
+    gm: fx.GraphModule, inputs: Sequence[Any], model: nn.Module
+) -> tuple[fx.GraphModule, Sequence[Any], Views]:
+    """Prepares a graph that Dynamo has just made for tracing.
+
+    Args:
+        gm: the graph, which may be changed.
+        inputs: examples of its inputs.
+        model: the module that was called.
+
+    Returns:
+        The graph, examples of its inputs, and what makes the views that it takes in addition.
+
+    Raises:
+        UnplannableGraphError: if it cannot be planned.
+    """
+    numbers_by_numpy(gm)
+    refuse_rounding_numpy(gm.graph)
+    name_modules(gm.graph, model)
+    cut_views_without_gradients(gm)
+    gm, inputs, views = returned_views_first(gm, inputs)
+    hand_on_used_views(gm)
+    return gm, inputs, views
+
+
+def record_ready(
+    into: Recording, of: Source, graph: DynamoGraph, views: Views, results: Sequence[Any]
+) -> Callable[..., Any]:
+    """Traces a graph that is ready; its runs are recorded.
+
+    Args:
+        into: the recording.
+        of: the module whose call is captured.
+        graph: the graph, with examples of its inputs.
+        views: makes views of inputs that the graph takes in addition.
+        results: fake tensors like its outputs.
+
+    Raises:
+        UnplannableGraphError: if it cannot be planned, and the graph must not break.
+        CaptureError: if no gradient reaches it, and the graph must not break.
+    """
+    gm, inputs, key = graph.gm, graph.inputs, graph.key
     later = into.fake and of.is_read  # one graph is traced after the loss is read, when all facts are known
     if later and not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
         raise nothing_reached(of.model)
@@ -163,7 +203,7 @@ def record_graph(into: Recording, of: Source, gm: fx.GraphModule, inputs: Sequen
             raise nothing_reached(of.model)
         into.without_gradients.add(key)
         return calling_after(views, gm.forward)
-    bare = replace(graph, inputs=(), traces=[])
+    bare = replace(graph, inputs=(), traces=[], at_sizes=None)
     recorded = _Recorded(
         number=len(into.graphs),
         bare=bare,

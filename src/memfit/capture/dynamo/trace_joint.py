@@ -73,6 +73,7 @@ def hand_over_joint(
     *,
     strides: Mapping[int, Strides],
     read: Callable[[fx.GraphModule, int], None],
+    kept: KeptTrace | None = None,
     keep: Callable[[KeptTrace], None] | None = None,
 ) -> None:
     """Calls `read` with the joint graph and the number of outputs of its forward pass, if a gradient reaches it.
@@ -82,6 +83,7 @@ def hand_over_joint(
         inputs: example inputs.
         strides: see `trace_joint`.
         read: may change the joint graph.
+        kept: see `trace_joint`.
         keep: is called before `read`, with the trace that `trace_joint` takes as `kept`.
     """
 
@@ -90,7 +92,15 @@ def hand_over_joint(
         raise _HasReadError
 
     with suppress(_HasReadError):
-        trace_joint(gm, inputs, strides=strides, partition=partition, forward=_as_is, backward=_as_is, keep=keep)
+        trace_joint(
+            *(gm, inputs),
+            strides=strides,
+            partition=partition,
+            forward=_as_is,
+            backward=_as_is,
+            kept=kept,
+            keep=keep,
+        )
 
 
 class _HasReadError(Exception):

@@ -50,6 +50,7 @@ __all__ = [
     "as_it_was",
     "not_traced",
     "trace",
+    "trace_with_symbols",
 ]
 
 _DEVICES = ("cpu", "cuda", "xpu")
@@ -104,6 +105,7 @@ class DynamoGraph:
         grad: whether gradients were recorded.
         autocast: the autocast dtype by device type, for the device types with autocast on.
         traces: traces of copies of the graph.
+        at_sizes: makes the trace for some surroundings from one with symbols for sizes; None if there is none.
     """
 
     gm: fx.GraphModule
@@ -114,6 +116,7 @@ class DynamoGraph:
     grad: bool
     autocast: Mapping[str, torch.dtype]
     traces: list[Trace] = field(default_factory=list)
+    at_sizes: Callable[[Surroundings], KeptTrace | None] | None = None
 
     def traced_in(self, around: Surroundings) -> KeptTrace | None:
         """The joint graph for these surroundings and the current autocast mode of backward passes, if kept."""
@@ -244,7 +247,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
         trace = JointTrace(
             joint=joint,
             num_forward_outputs=num_forward_outputs,
-            graph=replace(graph, inputs=(), traces=[]),
+            graph=replace(graph, inputs=(), traces=[], at_sizes=None),
             in_place=in_place,
             accumulated=accumulated,
             cast_once=casts,
@@ -259,13 +262,29 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
             )
         )
 
-    def kept(trace: KeptTrace) -> None:
+    def note(trace: KeptTrace) -> None:
         graph.traces.append((around, backward_in_autocast(), trace))
 
+    kept = graph.at_sizes(around) if graph.at_sizes is not None else None
     with as_it_was(graph):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
-        hand_over_joint(taken, examples, strides=around.strides, read=read, keep=kept if keep else None)
+        if kept is not None:
+            note(kept)
+        hand_over_joint(
+            *(taken, examples), strides=around.strides, read=read, kept=kept, keep=note if keep and not kept else None
+        )
     return traced[0] if traced else None
+
+
+def trace_with_symbols(graph: DynamoGraph, around: Surroundings) -> KeptTrace | None:
+    """The trace of a graph whose inputs are fake tensors with symbols for sizes; None if no gradient reaches it."""
+    found: list[KeptTrace] = []
+    gm = copied(graph.gm)
+    detach_outputs(gm, around.receive)
+    with as_it_was(graph):
+        taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
+        hand_over_joint(*(taken, examples), strides=around.strides, read=lambda joint, number: None, keep=found.append)
+    return found[0] if found else None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from memfit.capture.state.module_state import ModuleState, module_state
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.torch_compat.core import pytree
 
-__all__ = ["Signature", "signature"]
+__all__ = ["Signature", "is_larger", "nearest", "signature"]
 
 Signature = tuple[Any, ...]
 
@@ -50,3 +52,35 @@ def _value(value: object) -> object:
     if value is None or isinstance(value, str):
         return value
     return (type(value), repr(value)) if isinstance(value, bool | int | float) else type(value)
+
+
+def is_larger(one: Signature, other: Signature) -> bool:
+    """Whether two calls differ in sizes only, and no size of the other is larger."""
+    sizes = _sizes_of_both(one, other)
+    return sizes is not None and all(a >= b for a, b in sizes)
+
+
+def nearest(key: Signature, others: Iterable[Signature]) -> list[Signature]:
+    """The calls that differ from a call in sizes only, the most alike first."""
+    found = {other: sizes for other in others if (sizes := _sizes_of_both(key, other)) is not None}
+    return sorted(found, key=lambda other: sum(abs(math.log((a + 1) / (b + 1))) for a, b in found[other]))
+
+
+def _sizes_of_both(one: Signature, other: Signature) -> list[tuple[int, int]] | None:
+    """The pairs of all sizes of two calls; None if they differ in more than sizes."""
+    if len(one) != len(other):
+        return None
+    found: list[tuple[int, int]] = []
+    for mine, theirs in zip(one, other, strict=True):
+        if not _is_tensor(mine) or not _is_tensor(theirs):
+            if mine != theirs:
+                return None
+        elif mine[1:] != theirs[1:] or len(mine[0]) != len(theirs[0]):
+            return None
+        else:
+            found += zip(mine[0], theirs[0], strict=True)
+    return found
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, tuple) and bool(entry) and isinstance(entry[0], torch.Size)

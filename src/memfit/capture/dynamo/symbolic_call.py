@@ -1,0 +1,229 @@
+"""A call of a module that Dynamo compiled for many sizes of its inputs.
+
+Texts of many lengths, and the smaller last batch of an epoch, are calls that differ in a few sizes. Dynamo compiles
+the call once with symbols for these sizes (its dynamic shapes), and the joint graph is traced once with symbols. The
+step for given sizes then needs neither Dynamo nor tracing (`memfit.capture.dynamo.graph_at_sizes`).
+
+Idea: ours; a compiler with dynamic shapes makes one kernel for all sizes, while here the graph, and with it the plan,
+is of one size.
+
+Known limits: one graph without breaks; sizes above 1; every symbol is the size of an input. Code that fixes a size
+(`assert x.shape[1] == 128`) makes it a number, so that the call serves no other size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memfit.capture.call_settings import CallSettings
+from memfit.capture.dynamo.compiled_call import call_by_dynamo
+from memfit.capture.dynamo.dynamo_graph import copied, outputs_of, reads_numbers
+from memfit.capture.dynamo.graph_at_sizes import NotOfSizesError, Sizes, sizes_of, trace_at_sizes
+from memfit.capture.dynamo.kept_trace import KeptTrace
+from memfit.capture.dynamo.recording import Recording, Source, ready_to_trace, record_ready
+from memfit.capture.dynamo.traced_graph import DynamoGraph, Surroundings, as_dynamo_made, trace_with_symbols
+from memfit.capture.eager.backward_autocast import backward_in_autocast
+from memfit.capture.gradients.returned_views import no_views
+from memfit.capture.values.decisions import Decision
+from memfit.errors import PlanMismatchError
+from memfit.torch_compat.core import FakeTensor, TracingContext, bound_symbols
+
+__all__ = ["SymbolicCall", "recorded_at_sizes", "symbolic_call"]
+
+log = logging.getLogger(__name__)
+
+_MOST_OF_A_SIZE = 2**40
+"""The most that a symbol stands for: torch then knows that slices without an end take all, and leaves them out."""
+
+_Serve = Callable[[tuple[Any, ...]], Any]
+_SERVING: ContextVar[_Serve | None] = ContextVar("memfit_serving_sizes", default=None)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SymbolicCall:
+    """The call of a module with symbols for some sizes.
+
+    Attributes:
+        model: the module.
+        varying: the sizes, by place of an input among the leaves of the arguments.
+        call: takes the arguments of the module; its one graph runs by what serves the call.
+        graph: the graph; its inputs are fake tensors with symbols.
+        kept: places of its operands that are no sizes.
+        decisions: what was decided by values while it was made.
+        traces: joint graphs with symbols, with their surroundings.
+        is_broken: whether the module has changed and needs another graph.
+    """
+
+    model: nn.Module
+    varying: Mapping[int, Sequence[int]]
+    call: Callable[..., Any] = field(init=False)
+    graph: DynamoGraph | None = None
+    kept: tuple[int, ...] = ()
+    decisions: list[Decision] = field(default_factory=list)
+    traces: list[tuple[Surroundings, bool, KeptTrace]] = field(default_factory=list)
+    is_broken: bool = False
+
+    def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Takes the graph that Dynamo made, as a backend of `torch.compile`."""
+        if self.graph is not None:
+            self.is_broken = True
+            raise PlanMismatchError(f"{type(self.model).__name__} now runs a graph that was not planned")
+        gm, kept = _sizes_from_tensors(gm)
+        gm, _, views = ready_to_trace(gm, [inputs[place] for place in kept], self.model)
+        if views is not no_views or reads_numbers(gm):
+            raise NotOfSizesError("the graph returns views of inputs, or reads numbers")
+        examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        if not all(isinstance(example, FakeTensor) for example in examples):
+            raise NotOfSizesError("an input is no tensor")
+        self.graph = as_dynamo_made(gm, examples, "", gathered=False)
+        mode = self.graph.context.fake_mode
+        assert mode is not None, "Dynamo makes fake tensors"
+        bound_symbols(mode, _MOST_OF_A_SIZE)
+        self.kept = kept
+        return self.run
+
+    def run(self, *operands: Any) -> Any:
+        """Runs the graph by what serves this call."""
+        serve = _SERVING.get()
+        assert serve is not None, "the call is served"
+        return serve(tuple(operands[place] for place in self.kept))
+
+    @contextmanager
+    def served(self, by: _Serve) -> Iterator[None]:
+        """While active, the graph runs by a function of its operands."""
+        token = _SERVING.set(by)
+        try:
+            yield
+        finally:
+            _SERVING.reset(token)
+
+    def sizes(self, operands: Sequence[Any]) -> Sizes:
+        """The sizes of some operands.
+
+        Raises:
+            NotOfSizesError: if the graph does not serve them.
+        """
+        assert self.graph is not None and self.graph.context.fake_mode is not None
+        found = sizes_of(operands, self.graph.inputs, self.graph.context.fake_mode)
+        for decision in self.decisions:
+            if decision.place is None and not decision.at(found.number).holds(None):
+                raise NotOfSizesError("a branch of the code goes another way")
+        return found
+
+    def at(self, operands: Sequence[Any], sizes: Sizes) -> tuple[DynamoGraph, list[Any]]:
+        """The graph for some sizes, and fake tensors like its outputs."""
+        assert self.graph is not None
+        results = [
+            sizes.tensor(node.meta["example_value"]) if isinstance(node, fx.Node) else sizes.number(node)
+            for node in outputs_of(self.graph.gm)
+        ]
+        made = replace(
+            self.graph,
+            gm=copied(self.graph.gm),
+            inputs=tuple(operands),
+            context=TracingContext(self.graph.context.fake_mode),
+            traces=[],
+            at_sizes=lambda around: self._trace_at(around, sizes),
+        )
+        return made, results
+
+    def _trace_at(self, around: Surroundings, sizes: Sizes) -> KeptTrace | None:
+        if any(around.strides.values()):
+            return None
+        now = around, backward_in_autocast()
+        known = next((trace for *then, trace in self.traces if tuple(then) == now), None)
+        if known is None:
+            assert self.graph is not None
+            known = trace_with_symbols(self.graph, around)
+            if known is None:
+                return None
+            self.traces.append((*now, known))
+        return trace_at_sizes(known, sizes)
+
+
+def symbolic_call(model: nn.Module, varying: Mapping[int, Sequence[int]], settings: CallSettings) -> SymbolicCall:
+    """Prepares a call for many sizes; nothing is traced yet.
+
+    Args:
+        model: the module.
+        varying: the sizes that are symbols, by place of an input among the leaves of the arguments.
+        settings: how the call is turned into a graph.
+    """
+    made = SymbolicCall(model=model, varying=varying)
+    made.call = call_by_dynamo(
+        model, made.backend, replace(settings, decisions=made.decisions, varying=varying, fullgraph=True)
+    )
+    return made
+
+
+def recorded_at_sizes(
+    symbolic: SymbolicCall, into: Recording, of: Source, decisions: list[Decision] | None
+) -> Callable[..., Any]:
+    """The call of the module for one combination of sizes, whose graph is recorded; takes the module's arguments.
+
+    Args:
+        symbolic: the call for many sizes.
+        into: the recording.
+        of: the module.
+        decisions: branches on inputs that the call is made for are added here.
+    """
+    made: list[Callable[..., Any]] = []
+
+    def serve(operands: tuple[Any, ...]) -> Any:
+        if not made:
+            sizes = symbolic.sizes(operands)
+            graph, results = symbolic.at(operands, sizes)
+            made.append(record_ready(into, of, graph, no_views, results))
+            if decisions is not None:
+                decisions.extend(d.at(sizes.number) for d in symbolic.decisions if d.place is not None)
+        return made[0](*operands)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with symbolic.served(serve):
+            return symbolic.call(*args, **kwargs)
+
+    return run
+
+
+def _sizes_from_tensors(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The graph that takes only tensors and reads sizes from them, and the places of the inputs that it takes.
+
+    Raises:
+        NotOfSizesError: if a symbol is the size of no input.
+    """
+    gm = copied(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [node.meta["example_value"] for node in placeholders]
+    sources: dict[Any, tuple[fx.Node, int]] = {}
+    for node, value in zip(placeholders, values, strict=True):
+        shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for dimension, size in enumerate(shape):
+            if isinstance(size, torch.SymInt):
+                sources.setdefault(size.node.expr, (node, dimension))
+    kept: list[int] = []
+    for place, (node, value) in enumerate(zip(placeholders, values, strict=True)):
+        if not isinstance(value, torch.SymInt):
+            kept.append(place)
+            continue
+        source = sources.get(value.node.expr)
+        if source is None:
+            raise NotOfSizesError(f"{value} is the size of no input")
+        with gm.graph.inserting_after(placeholders[-1]):
+            read = gm.graph.call_function(torch.ops.aten.sym_size.int, source)
+        read.meta = dict(node.meta)
+        node.replace_all_uses_with(read)
+        gm.graph.erase_node(node)
+    for node in gm.graph.nodes:
+        if isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymBool | torch.SymFloat):
+            if node.meta["example_value"].node.has_hint():
+                del node.meta["example_value"]  # a size is no number that the graph reads from a tensor
+    gm.recompile()
+    return gm, tuple(kept)

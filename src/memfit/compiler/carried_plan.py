@@ -1,0 +1,229 @@
+"""A plan for inputs of another size, from the plans of sizes that were planned before.
+
+Texts of 20 lengths are 20 steps with the same ops. A search, measurements and a proof for each of them would take
+longer than the training. So a new size takes over the decisions of a known plan: the same ops are saved and recomputed,
+in the same order. The simulator tells whether that fits, variants and buffer reuse are selected anew. The fastest of
+the known orders that fits is used.
+
+Idea: ours; compilers with symbolic shapes reuse kernels in this way, not plans.
+
+Known limits: a short search without measurements is made where no known order fits. Steps in tiles, steps of sharded
+modules and steps that do not run the same ops are planned from the start. Such a plan is not proved by a run of its
+own: its ops and its way to run them are those of a plan that was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.call_settings import CallSettings
+from memfit.capture.distributed.fsdp import is_sharded
+from memfit.capture.dynamo.graph_at_sizes import NotOfSizesError
+from memfit.capture.dynamo.symbolic_call import SymbolicCall, symbolic_call
+from memfit.capture.training_step import Capture, device_of
+from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.request import Request
+from memfit.compiler.stages import captured_for, planned_step, resolve_budget, tiers_of
+from memfit.errors import BudgetError, ProgramError
+from memfit.ir.graph import StepGraph
+from memfit.ir.instructions import computes_in
+from memfit.ir.program import Program, baseline_order
+from memfit.planner.finalize.variant_selection import program_within
+from memfit.planner.offload.search import find_program
+from memfit.profiling.cost_cache import CostCache, open_cache
+from memfit.profiling.scaled_costs import ScaledCosts, scaled_costs
+from memfit.sim.simulator import simulate
+from memfit.sim.verifier import check
+from memfit.torch_compat.core import pytree
+
+__all__ = ["KnownSizes", "SymbolicCalls", "carried_plan"]
+
+log = logging.getLogger(__name__)
+
+_SEARCH_SECONDS = 0.5
+"""Nominal seconds of the search where no known order fits."""
+
+_MOST_FAILURES = 2
+"""How often a call for many sizes is tried that cannot be made."""
+
+_MOST_MEASURED = 2
+"""How often ops are measured because a program runs them in chunks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SymbolicCalls:
+    """The calls of a module that were compiled for many sizes.
+
+    Attributes:
+        made: the calls.
+        failed: how often a call could not be made.
+    """
+
+    made: list[SymbolicCall] = field(default_factory=list)
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSizes:
+    """What is known of a module's steps for other sizes.
+
+    Attributes:
+        plans: plans for these sizes, the nearest first.
+        calls: calls of the module for many sizes, to which calls are added.
+    """
+
+    plans: Sequence[CompiledPlan] = ()
+    calls: SymbolicCalls = field(default_factory=SymbolicCalls)
+
+
+def carried_plan(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, known: KnownSizes
+) -> tuple[CompiledPlan, bool] | None:
+    """A plan for a call, with the decisions of plans for calls of other sizes.
+
+    Args:
+        model: the module.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: budget and other requirements.
+        known: what is known of other sizes.
+
+    Returns:
+        The plan, and whether it is the first of a call for many sizes, so that it is to be proved; None if the step is
+        to be planned from the start.
+    """
+    device = device_of(model)
+    usable = [plan for plan in known.plans if plan.planned is not None and not plan.is_tiled]
+    if not usable or request.tiles or request.strategy != "auto" or is_sharded(model):
+        return None
+    cache = open_cache(device)
+    capture, is_first = _captured(model, args, kwargs, request, usable, known.calls, cache)
+    costs = next((found for plan in usable if (found := _costs_of(plan, capture, device, cache)) is not None), None)
+    if costs is None:
+        return None
+    budget_bytes = resolve_budget(request.budget, device, capture.graph.static_bytes)
+    limit_bytes = int(budget_bytes / max(1.0, *(_missed(plan) for plan in usable)))
+    for _ in range(_MOST_MEASURED + 1):
+        graph = tiers_of(costs.graph(), request, device)
+        program = _program(graph, [plan.program for plan in usable], limit_bytes)
+        if program is None:
+            return None
+        if not costs.measure(_to_measure(graph, program)):
+            step = replace(capture, graph=graph), graph
+            return planned_step(model, args, kwargs, step, request, budget_bytes, program), is_first
+    return None
+
+
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    usable: Sequence[CompiledPlan],
+    calls: SymbolicCalls,
+    cache: CostCache,
+) -> tuple[Capture, bool]:
+    """The captured step, and whether it is the first of a call for many sizes."""
+    captured = functools.partial(captured_for, model, args, kwargs, request, cache)
+    breaks = any(plan.planned.capture.subgraphs.breaks for plan in usable if plan.planned is not None)
+    if breaks or not request.capture.decide:
+        return captured(), False
+    calls.made[:] = [call for call in calls.made if not call.is_broken]
+    for call in reversed(calls.made):
+        with contextlib.suppress(NotOfSizesError):
+            return captured(call), False
+    varying = _varying(model, args, kwargs, usable[0], calls.made)
+    if varying and calls.failed < _MOST_FAILURES:
+        settings = CallSettings(replaced=request.capture.reader().replaced, as_compiled=request.capture.as_compiled)
+        call = symbolic_call(model, varying, settings)
+        try:
+            capture = captured(call)
+        except NotOfSizesError as error:
+            calls.failed += 1
+            log.info("each size is captured by itself: %s", error)
+        else:
+            calls.made.append(call)
+            return capture, True
+    return captured(), False
+
+
+def _varying(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], known: CompiledPlan, made: Sequence[SymbolicCall]
+) -> dict[int, Sequence[int]]:
+    """The sizes that differ from those of a known plan, or were symbols before; empty if one of them is below 2."""
+    assert known.planned is not None
+    varying: dict[int, set[int]] = {}
+    for call in made:
+        for place, dimensions in call.varying.items():
+            varying.setdefault(place, set()).update(dimensions)
+    for place, (value, other) in enumerate(
+        zip(pytree.tree_leaves((args, kwargs)), known.planned.signature, strict=False)
+    ):
+        if isinstance(value, torch.Tensor):
+            for dimension, (size, known_size) in enumerate(zip(value.shape, other[0], strict=True)):
+                if size != known_size:
+                    varying.setdefault(place, set()).add(dimension)
+                    if min(size, known_size) < 2:
+                        return {}
+    return {place: sorted(dimensions) for place, dimensions in varying.items()}
+
+
+def _costs_of(plan: CompiledPlan, capture: Capture, device: torch.device, cache: Any) -> ScaledCosts | None:
+    assert plan.planned is not None
+    return scaled_costs(capture, plan.planned.capture, plan.planned.graph, device, cache)
+
+
+def _missed(plan: CompiledPlan) -> float:
+    """The factor by which a plan took more than predicted when it was proved."""
+    return (plan.measured_peak_bytes or 0) / plan.predicted.peak_bytes
+
+
+def _program(graph: StepGraph, known: Sequence[Program], limit_bytes: int) -> Program | None:
+    """The fastest program that fits, of those with known decisions, or of a short search; None if there is none."""
+    fitting: list[tuple[float, Program]] = []
+    for program in _with_known_decisions(graph, known, limit_bytes):
+        timeline = simulate(graph, program)
+        if timeline.peak_bytes <= limit_bytes:
+            fitting.append((timeline.step_seconds, program))
+    if fitting:
+        return min(fitting, key=lambda one: one[0])[1]
+    try:
+        return find_program(graph, limit_bytes, seconds=_SEARCH_SECONDS).program
+    except BudgetError:
+        return None
+
+
+def _with_known_decisions(graph: StepGraph, known: Sequence[Program], limit_bytes: int) -> Iterator[Program]:
+    orders = [baseline_order(graph)]
+    for program in known:
+        if program.swapped() or program.tier_resident():
+            try:
+                check(graph, program)
+            except ProgramError as error:
+                log.debug("a program with swaps cannot be taken over: %s", error)
+            else:
+                yield program
+        elif program.order() not in orders:
+            orders.append(program.order())
+    for order in orders:
+        yield program_within(graph, order, limit_bytes)
+
+
+def _to_measure(graph: StepGraph, program: Program) -> set[int]:
+    """Ops that run in a way whose bits depend on the size: in chunks, in slices, or recomputed by another call."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    for compute in computes_in(program.instructions):
+        again = compute.op in seen and graph.ops[compute.op].recompute_as is not None
+        if compute.chunks > 1 or compute.sliced or again:
+            found.add(compute.op)
+        seen.add(compute.op)
+    return found
