@@ -57,6 +57,7 @@ class Capture:
         summed: names of parameters with several uses whose gradients are still added up inside a subgraph.
         residents: the residents of the graph before profiling, which adds workspaces of libraries.
         loss: the reading of the loss.
+        optimizer: the memory of the optimizer.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
     """
 
@@ -76,6 +77,7 @@ class Capture:
     residents: tuple[Resident, ...] = ()
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
+    optimizer: OptimizerCost = field(default_factory=OptimizerCost)
 
     def without_call(self) -> Capture:
         """The same capture without Dynamo's call, so that it does not keep the module alive."""
@@ -187,6 +189,7 @@ def capture_step(
         summed=summed,
         residents=graph.residents,
         loss=loss,
+        optimizer=cost,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -100,12 +101,36 @@ def carried_plan(
         The plan, and whether it is the first of a call for many sizes, so that it is to be proved; None if the step is
         to be planned from the start.
     """
-    device = device_of(model)
     usable = [plan for plan in known.plans if plan.planned is not None and not plan.is_tiled]
     if not usable or request.tiles or request.strategy != "auto" or is_sharded(model):
         return None
+    with _no_collections():
+        return _carried(model, args, kwargs, request, usable, known.calls)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """While active, Python looks for no reference cycles: with all of torch loaded, one such search takes 0.4 s."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _carried(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    usable: Sequence[CompiledPlan],
+    calls: SymbolicCalls,
+) -> tuple[CompiledPlan, bool] | None:
+    device = device_of(model)
     cache = open_cache(device)
-    capture, is_first = _captured(model, args, kwargs, request, usable, known.calls, cache)
+    capture, is_first = _captured(model, args, kwargs, request, usable, calls, cache)
     costs = next((found for plan in usable if (found := _costs_of(plan, capture, device, cache)) is not None), None)
     if costs is None:
         return None
@@ -132,20 +157,23 @@ def _captured(
     cache: CostCache,
 ) -> tuple[Capture, bool]:
     """The captured step, and whether it is the first of a call for many sizes."""
-    captured = functools.partial(captured_for, model, args, kwargs, request, cache)
+    nearest = usable[0].planned
+    assert nearest is not None
+    optimizer = nearest.capture.optimizer if nearest.request.optimizer is request.optimizer else None
+    captured = functools.partial(captured_for, model, args, kwargs, request, cache, optimizer=optimizer)
     breaks = any(plan.planned.capture.subgraphs.breaks for plan in usable if plan.planned is not None)
     if breaks or not request.capture.decide:
         return captured(), False
     calls.made[:] = [call for call in calls.made if not call.is_broken]
     for call in reversed(calls.made):
         with contextlib.suppress(NotOfSizesError):
-            return captured(call), False
+            return captured(symbolic=call), False
     varying = _varying(model, args, kwargs, usable[0], calls.made)
     if varying and calls.failed < _MOST_FAILURES:
         settings = CallSettings(replaced=request.capture.reader().replaced, as_compiled=request.capture.as_compiled)
         call = symbolic_call(model, varying, settings)
         try:
-            capture = captured(call)
+            capture = captured(symbolic=call)
         except NotOfSizesError as error:
             calls.failed += 1
             log.info("each size is captured by itself: %s", error)

@@ -17,7 +17,7 @@ from memfit import strategies
 from memfit.capture.checkpoints import CHECKPOINTING
 from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.dynamo.symbolic_call import SymbolicCall
-from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
+from memfit.capture.optimizer.state import OptimizerCost, OptimizerPart, optimizer_cost
 from memfit.capture.optimizer.unwrapped import check_optimizer
 from memfit.capture.state.input_signature import signature
 from memfit.capture.training_step import Capture, capture_step, check_step, device_of, read_again
@@ -142,7 +142,9 @@ def captured_for(
     kwargs: dict[str, Any],
     request: Request,
     cache: CostCache,
+    *,
     symbolic: SymbolicCall | None = None,
+    optimizer: OptimizerCost | None = None,
 ) -> Capture:
     """The captured step, whose ops are not measured.
 
@@ -153,12 +155,14 @@ def captured_for(
         request: budget and other requirements.
         cache: known costs.
         symbolic: the call of the module for many sizes, from which the step is made; None to capture it anew.
+        optimizer: the memory of the optimizer, if known.
 
     Raises:
         NotOfSizesError: if the call for many sizes does not serve these inputs.
     """
     asked = replace(request, capture=replace(request.capture, symbolic=symbolic))
-    captured = _captured(model, args, kwargs, asked, separate=known_separable(cache), grid=())
+    separate = known_separable(cache)
+    captured = _captured(model, args, kwargs, asked, separate=separate, grid=(), optimizer=optimizer)
     return separated(captured, device_of(model), cache)
 
 
@@ -174,13 +178,14 @@ def _captured(
     *,
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
+    optimizer: OptimizerCost | None = None,
 ) -> Capture:
     """The step captured for a request; its static bytes include `Request.beside_bytes`."""
     agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.capture.checkpointing))
     capture = capture_step(
         *(model, args, kwargs),
         loss_fn=request.loss_fn,
-        optimizer=optimizer_cost(request.optimizer, device_of(model).type),
+        optimizer=optimizer or optimizer_cost(request.optimizer, device_of(model).type),
         label=request.label,
         options=replace(request.capture, separate=separate, grid=grid),
     )

@@ -46,6 +46,7 @@ from memfit.capture.gradients.used_views import cut_views_without_gradients, han
 from memfit.capture.training_step import Capture
 from memfit.capture.values.numpy_code import call_numpy, numbers_by_numpy
 from memfit.errors import PlanMismatchError
+from memfit.fxir.joint import JointReading
 from memfit.fxir.refused import UnplannableGraphError
 from memfit.fxir.user_lines import user_line
 from memfit.ops.accumulation import Accumulate
@@ -277,8 +278,12 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
         subgraph.assumed, subgraph.without_gradient = capture.assumed, capture.without_gradient
     subgraph.repeated = repeated_places(graph.repeated)
     strides = graph.strides[min(run, len(graph.strides) - 1)]
+    around = Surroundings(receive=graph.receive, strides=strides, repeated=graph.repeated)
+    with planning_backward(in_autocast=of.in_autocast):
+        kept = captured.traced_in(around) if captured is not None else None
+    known = None if kept is None else _known_reading(of, around)
     # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
-    split = [functools.partial(_partition, of, graph, run, subgraph)]
+    split = [functools.partial(_partition, of, graph, run, subgraph, known)]
     # The compilers below are kept too, and must not hold the model.
     describe, runner, later = of.describe, of.runner, of.later
 
@@ -289,14 +294,13 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
         return noting_backward(boxed(lowered, describe, runner=runner, later=later))
 
     with planning_backward(in_autocast=of.in_autocast):
-        around = Surroundings(receive=graph.receive, strides=strides, repeated=graph.repeated)
         call = trace_joint(
             *(graph.taken, graph.examples),
             strides=strides,
             partition=lambda *joint, **rest: split[0](*joint, **rest),
             forward=forward,
             backward=backward,
-            kept=captured.traced_in(around) if captured is not None else None,
+            kept=kept,
         )
     split.clear()
     call = calling_with_each_once(call, graph.repeated)
@@ -306,11 +310,22 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
     return call if seen else straying(call)
 
 
+def _known_reading(of: Compilation, around: Surroundings) -> JointReading | None:
+    """The reading of the one graph of the step, if its kept trace is the one that the capture was read from."""
+    if of.in_subgraphs or len(of.capture.subgraphs.subgraphs) != 1:
+        return None
+    (subgraph,) = of.capture.subgraphs.subgraphs
+    if subgraph.trace is None or subgraph.trace.around != around or subgraph.reading.grid != of.grid:
+        return None
+    return subgraph.reading if subgraph.reading.separated == of.separated else None
+
+
 def _partition(
     of: Compilation,
     graph: _Graph,
     run: int,
     subgraph: CompiledSubgraph,
+    known: JointReading | None,
     joint: fx.GraphModule,
     joint_inputs: Any,
     *,
@@ -326,14 +341,7 @@ def _partition(
     return_each_term(joint, num_fwd_outputs, graph.repeated)
     subgraph.reached = _reached(joint, num_fwd_outputs, graph.by_autograd)
     subgraph.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
-    settings = PassSettings(
-        num_forward_outputs=num_fwd_outputs,
-        separate=of.separated.__contains__,
-        grid=of.grid,
-        as_made=any(program.accumulate is Accumulate.AS_MADE for program in of.programs),
-        cast_once=graph.casts,
-    )
-    reading = read_joint(joint, settings, accumulated=graph.accumulated, replaced=of.capture.subgraphs.replaced)
+    reading = _read(of, graph, joint, num_fwd_outputs) if known is None else known
     graph.digest = reading_digest(reading)
     places = of.places.get(graph.digest, ())
     if not places or (graph.by_run and of.programs[graph.own_runs[run]].digest != graph.digest):
@@ -352,6 +360,17 @@ def _partition(
     )
     subgraph.summed_as_arrived = sum_as_arrived(backward)
     return forward, backward
+
+
+def _read(of: Compilation, graph: _Graph, joint: fx.GraphModule, num_forward_outputs: int) -> JointReading:
+    settings = PassSettings(
+        num_forward_outputs=num_forward_outputs,
+        separate=of.separated.__contains__,
+        grid=of.grid,
+        as_made=any(program.accumulate is Accumulate.AS_MADE for program in of.programs),
+        cast_once=graph.casts,
+    )
+    return read_joint(joint, settings, accumulated=graph.accumulated, replaced=of.capture.subgraphs.replaced)
 
 
 def _begin(gm: fx.GraphModule) -> str:

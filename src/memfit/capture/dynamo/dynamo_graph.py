@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from memfit.torch_compat.core import make_graph_module
+from memfit.torch_compat.core import make_graph_module, use_lazy_graph_module
 
 __all__ = [
     "accumulated_inputs",
@@ -161,11 +161,12 @@ def weights_made(gm: fx.GraphModule, inputs: Sequence[Any], held: frozenset[int]
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph over the same modules; where graph modules are lazy, its code is not generated yet."""
+    """A copy of a graph over the same modules; its code is generated when it is called."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    copy = make_graph_module(gm, graph)
+    with use_lazy_graph_module(True):
+        copy = make_graph_module(gm, graph)
     copy.meta = dict(gm.meta)
     return copy

@@ -22,7 +22,13 @@ from torch import fx
 
 from memfit.capture.dynamo.kept_trace import KeptTrace
 from memfit.errors import MemfitError
-from memfit.torch_compat.core import FakeTensorMode, make_graph_module
+from memfit.torch_compat.core import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_current_modes,
+    make_graph_module,
+    use_lazy_graph_module,
+)
 
 __all__ = ["NotOfSizesError", "Sizes", "sizes_of", "trace_at_sizes"]
 
@@ -44,14 +50,14 @@ class Sizes:
         fake_mode: makes fake tensors of these sizes.
         known: numbers of expressions that were computed.
         tensors: fake tensors that were made, by the identity of the tensor with symbols, which is kept too.
-        storages: by the identity of a storage with symbols, the first tensor that was made for it.
+        storages: by the identity of a storage with symbols, the storage that was made for it.
     """
 
     numbers: Mapping[Any, Any]
     fake_mode: FakeTensorMode
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    storages: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    storages: dict[int, torch.UntypedStorage] = dataclasses.field(default_factory=dict)
 
     def number(self, value: Any) -> Any:
         """The number of a size, or the value of a condition on sizes.
@@ -83,6 +89,8 @@ class Sizes:
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
         """The fake tensor of these sizes for one with symbols; tensors that share memory still do."""
+        if not value._has_symbolic_sizes_strides and isinstance(value.untyped_storage().nbytes(), int):
+            return value
         if id(value) not in self.tensors:
             self.tensors[id(value)] = value, self._made(value)
         return self.tensors[id(value)][1]
@@ -91,17 +99,13 @@ class Sizes:
         shape, strides = self.number(tuple(value.shape)), self.number(tuple(value.stride()))
         offset = self.number(value.storage_offset())
         storage = value.untyped_storage()
-        nbytes = self.number(storage.nbytes())
         key = int(storage._cdata)
-        with self.fake_mode, torch.no_grad():
-            first = self.storages.get(key)
-            if first is None:
-                first = torch.empty(0, dtype=value.dtype, device=value.device)
-                first.untyped_storage().resize_(nbytes)
-                self.storages[key] = first
-            made = torch.empty(0, dtype=value.dtype, device=value.device)
-            made = made.set_(first.untyped_storage(), offset, shape, strides)
-        return made.requires_grad_() if value.requires_grad else made
+        if key not in self.storages:
+            nbytes = self.number(storage.nbytes())
+            self.storages[key] = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        made = torch.empty(0, dtype=value.dtype, device="meta").set_(self.storages[key], offset, shape, strides)
+        fake = FakeTensor(self.fake_mode, made, value.device)
+        return fake.requires_grad_() if value.requires_grad else fake
 
 
 def sizes_of(values: Sequence[Any], examples: Sequence[Any], fake_mode: FakeTensorMode) -> Sizes:
@@ -150,9 +154,10 @@ def trace_at_sizes(trace: KeptTrace, sizes: Sizes) -> KeptTrace:
     Raises:
         NotOfSizesError: if something in it depends on more than sizes of inputs.
     """
-    return KeptTrace(
-        analysed=_at(trace.analysed, sizes), passed_on=_at(trace.passed_on, sizes), traced=_at(trace.traced, sizes)
-    )
+    with disable_current_modes(), torch.no_grad():
+        return KeptTrace(
+            analysed=_at(trace.analysed, sizes), passed_on=_at(trace.passed_on, sizes), traced=_at(trace.traced, sizes)
+        )
 
 
 def _at(value: Any, sizes: Sizes) -> Any:
@@ -199,6 +204,7 @@ def _graph_at(gm: fx.GraphModule, sizes: Sizes) -> fx.GraphModule:
             new.meta["val"] = _at(value, sizes)
         new.meta.pop("tensor_meta", None)
         copies[node] = new
-    made = make_graph_module(gm, graph)
+    with use_lazy_graph_module(True):
+        made = make_graph_module(gm, graph)
     made.meta = dict(gm.meta)
     return made

@@ -26,7 +26,8 @@ from memfit.torch_compat.compiler import aot
 __all__ = ["KeptTrace", "traced_once"]
 
 _ANALYSE, _TRACE = "run_functionalized_fw_and_collect_metadata", "aot_stage1_graph_capture"
-_ANALYSED, _PASSED_ON = "fw_metadata", ("flat_args", "flat_args_descs", "fw_metadata")
+_ANALYSED, _FLAT = "fw_metadata", "flat_args"
+_PASSED_ON = (_FLAT, "flat_args_descs", _ANALYSED)
 _GRAPH, _INPUTS = "graph_module", "updated_flat_args"
 
 
@@ -43,6 +44,11 @@ class KeptTrace:
     analysed: Any
     passed_on: dict[str, Any]
     traced: Any
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The inputs of the graph, as fake tensors."""
+        return list(self.passed_on[_FLAT])
 
 
 @contextmanager

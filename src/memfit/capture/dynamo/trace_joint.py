@@ -63,7 +63,7 @@ def trace_joint(
         for setting in (*settings, traced_once(kept=kept, keep=keep)):
             around.enter_context(setting)
         trace = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
-        compiled: Callable[..., Any] = trace(gm, inputs)
+        compiled: Callable[..., Any] = trace(gm, inputs if kept is None else kept.inputs)
         return compiled
 
 

@@ -132,6 +132,7 @@ class JointTrace:
         joint: the joint graph; reading it rewrites a copy.
         num_forward_outputs: how many of its outputs belong to the forward pass.
         graph: Dynamo's graph that it was traced from, without examples.
+        around: uses of the graph in the step.
         in_place: nodes of Dynamo's graph that overwrite their operand.
         accumulated: inputs whose gradients the graph adds to the existing gradients.
         cast_once: inputs that autocast casts once.
@@ -141,6 +142,7 @@ class JointTrace:
     joint: fx.GraphModule
     num_forward_outputs: int
     graph: DynamoGraph
+    around: Surroundings
     in_place: frozenset[str]
     accumulated: frozenset[int]
     cast_once: frozenset[int]
@@ -248,6 +250,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
             joint=joint,
             num_forward_outputs=num_forward_outputs,
             graph=replace(graph, inputs=(), traces=[], at_sizes=None),
+            around=around,
             in_place=in_place,
             accumulated=accumulated,
             cast_once=casts,
