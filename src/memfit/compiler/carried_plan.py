@@ -40,7 +40,7 @@ from memfit.ir.program import Program, baseline_order
 from memfit.planner.finalize.variant_selection import program_within
 from memfit.planner.offload.search import find_program
 from memfit.profiling.cost_cache import CostCache, open_cache
-from memfit.profiling.scaled_costs import ScaledCosts, scaled_costs
+from memfit.profiling.scaled_costs import ScaledCosts, same_ops, scaled_costs
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
 from memfit.torch_compat.core import pytree
@@ -54,6 +54,12 @@ _SEARCH_SECONDS = 0.5
 
 _MOST_FAILURES = 2
 """How often a call for many sizes is tried that cannot be made."""
+
+_MOST_SYMBOLIC = 6
+"""Most calls for many sizes that are kept: code that branches on sizes has one for each way it takes."""
+
+_MOST_ORDERS = 3
+"""Number of known plans, of the nearest sizes, whose orders are tried."""
 
 _MOST_MEASURED = 2
 """How often ops are measured because a program runs them in chunks."""
@@ -131,19 +137,25 @@ def _carried(
     device = device_of(model)
     cache = open_cache(device)
     capture, is_first = _captured(model, args, kwargs, request, usable, calls, cache)
-    costs = next((found for plan in usable if (found := _costs_of(plan, capture, device, cache)) is not None), None)
+    costs = _costs(usable, capture, device, cache)
     if costs is None:
+        log.info("no known step was measured")
         return None
+    orders = [plan.program for plan in usable[:_MOST_ORDERS] if _runs_same_ops(plan, capture)]
     budget_bytes = resolve_budget(request.budget, device, capture.graph.static_bytes)
     limit_bytes = int(budget_bytes / max(1.0, *(_missed(plan) for plan in usable)))
     for _ in range(_MOST_MEASURED + 1):
         graph = tiers_of(costs.graph(), request, device)
-        program = _program(graph, [plan.program for plan in usable], limit_bytes)
+        program = _program(graph, orders, limit_bytes)
         if program is None:
+            log.info("no known order fits, nor one that a short search finds")
             return None
         if not costs.measure(_to_measure(graph, program)):
             step = replace(capture, graph=graph), graph
-            return planned_step(model, args, kwargs, step, request, budget_bytes, program), is_first
+            plan = planned_step(model, args, kwargs, step, request, budget_bytes, program)
+            assert plan.planned is not None
+            return replace(plan, planned=replace(plan.planned, is_measured=False)), is_first
+    log.info("ops of the chosen programs do not have the same bits in chunks")
     return None
 
 
@@ -165,9 +177,12 @@ def _captured(
     if breaks or not request.capture.decide:
         return captured(), False
     calls.made[:] = [call for call in calls.made if not call.is_broken]
-    for call in reversed(calls.made):
-        with contextlib.suppress(NotOfSizesError):
+    leaves = pytree.tree_leaves((args, kwargs))
+    for call in [call for call in calls.made if call.serves(leaves)]:
+        try:
             return captured(symbolic=call), False
+        except NotOfSizesError as error:
+            log.debug("a call for many sizes does not serve these: %s", error)
     varying = _varying(model, args, kwargs, usable[0], calls.made)
     if varying and calls.failed < _MOST_FAILURES:
         settings = CallSettings(replaced=request.capture.reader().replaced, as_compiled=request.capture.as_compiled)
@@ -178,7 +193,7 @@ def _captured(
             calls.failed += 1
             log.info("each size is captured by itself: %s", error)
         else:
-            calls.made.append(call)
+            calls.made[:] = [call, *calls.made][:_MOST_SYMBOLIC]
             return capture, True
     return captured(), False
 
@@ -204,9 +219,21 @@ def _varying(
     return {place: sorted(dimensions) for place, dimensions in varying.items()}
 
 
-def _costs_of(plan: CompiledPlan, capture: Capture, device: torch.device, cache: Any) -> ScaledCosts | None:
-    assert plan.planned is not None
-    return scaled_costs(capture, plan.planned.capture, plan.planned.graph, device, cache)
+def _costs(
+    usable: Sequence[CompiledPlan], capture: Capture, device: torch.device, cache: CostCache
+) -> ScaledCosts | None:
+    """The costs of a step, scaled from those of a step that was measured, of the same ops if there is one."""
+    measured = [plan for plan in usable if plan.planned is not None and plan.planned.is_measured]
+    for plan in sorted(measured, key=lambda one: not _runs_same_ops(one, capture)):
+        assert plan.planned is not None
+        found = scaled_costs(capture, plan.planned.capture, plan.planned.graph, device, cache)
+        if found is not None:
+            return found
+    return None
+
+
+def _runs_same_ops(plan: CompiledPlan, capture: Capture) -> bool:
+    return plan.planned is not None and same_ops(capture.joint_ops, plan.planned.capture.joint_ops)
 
 
 def _missed(plan: CompiledPlan) -> float:
@@ -216,6 +243,9 @@ def _missed(plan: CompiledPlan) -> float:
 
 def _program(graph: StepGraph, known: Sequence[Program], limit_bytes: int) -> Program | None:
     """The fastest program that fits, of those with known decisions, or of a short search; None if there is none."""
+    everything = program_within(graph, baseline_order(graph), limit_bytes)
+    if simulate(graph, everything).peak_bytes <= limit_bytes:
+        return everything  # nothing is recomputed
     fitting: list[tuple[float, Program]] = []
     for program in _with_known_decisions(graph, known, limit_bytes):
         timeline = simulate(graph, program)
@@ -230,7 +260,7 @@ def _program(graph: StepGraph, known: Sequence[Program], limit_bytes: int) -> Pr
 
 
 def _with_known_decisions(graph: StepGraph, known: Sequence[Program], limit_bytes: int) -> Iterator[Program]:
-    orders = [baseline_order(graph)]
+    orders: list[list[int]] = []
     for program in known:
         if program.swapped() or program.tier_resident():
             try:

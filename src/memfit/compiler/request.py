@@ -84,6 +84,7 @@ class Planned:
         graph: profiled graph of the step.
         request: request for the plan.
         signature: signature of the inputs.
+        is_measured: whether its ops were measured; otherwise their costs are scaled from those of another size.
         call: call that the proving run compiled, for the same module to reuse; it keeps the module alive.
     """
 
@@ -91,4 +92,5 @@ class Planned:
     graph: StepGraph
     request: Request
     signature: Signature
+    is_measured: bool = True
     call: PlannedCall | None = None

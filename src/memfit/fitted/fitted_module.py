@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 _PLANNING = threading.RLock()
 """Lock held while a module is planned: Dynamo, the profiler and a model's snapshot allow one thread at a time."""
 
+_MOST_CALLS = 64
+"""Maximum number of plans that a module keeps; each takes about 10 MiB of host memory for a GPT-2 of 6 layers."""
+
 _MOST_STRAYS = 3
 """Maximum number of times a module is planned again because a step did not run as planned."""
 
@@ -82,6 +85,7 @@ class Fitted:
         told: warnings that were given.
         gives_up: whether a module that cannot be planned at its first call runs as it is, instead of an error.
         symbolic: calls of the module that were compiled for many sizes.
+        seen: signatures of calls so far.
     """
 
     model: weakref.ref[nn.Module]
@@ -103,6 +107,7 @@ class Fitted:
     told: set[str] = field(default_factory=set)
     gives_up: bool = False
     symbolic: SymbolicCalls = field(default_factory=SymbolicCalls)
+    seen: set[Signature] = field(default_factory=set)
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +135,8 @@ class Fitted:
         if nothing_to_train(state, args, kwargs):
             return model._call_impl(*args, **kwargs)
         key = self.variants.signature(signature(model, args, kwargs, state), self.calls, model, args, kwargs)
+        if key not in self.seen:
+            self._begin_size(key)
         if key in self.loops.differentiated_twice:
             self.tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
@@ -141,6 +148,8 @@ class Fitted:
         if self.loops.is_otherwise(key, self._planned(key)) or self._holds_more(model, key, args, kwargs):
             self.stale.add(key)
         call = self.calls.get(key)
+        if len(self.plans) == _MOST_CALLS and key in self.plans:
+            self.plans[key] = self.plans.pop(key)  # the order of their last use
         if call is None or key in self.stale or self.loops.outgrown(key):
             call = self._plan_for(model, key, args, kwargs)
         if call is None:
@@ -162,6 +171,12 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
 
+    def _begin_size(self, key: Signature) -> None:
+        """Takes over what is known of the nearest size, before the first step of a size."""
+        self.seen.add(key)
+        for known in nearest(key, self.plans)[:1]:
+            self.loops.inherit(key, known)
+
     def _end_watch(self, model: nn.Module) -> None:
         """Ends the watch of the step before, which ran without a plan, when the module is called again."""
         peak_bytes = self.fitting.end(device_of(model))
@@ -176,6 +191,8 @@ class Fitted:
         """Whether a call runs without a plan, because the baseline step fits."""
         if key in self.fitting.known or key in self.fitting.over:
             return key in self.fitting.known
+        if not self.fitting.covers(key) and nearest(key, self.plans):
+            return False  # a plan for another size is at hand, which takes less time than a count
         with _PLANNING, undisturbed():
             step = self.fitting.of(key, model, args, kwargs, self.request)
         if step is not None:
@@ -363,7 +380,21 @@ class Fitted:
         self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         self.stale.discard(key)
+        if len(self.calls) > _MOST_CALLS:
+            self._forget(key)
         return call
+
+    def _forget(self, present: Signature) -> None:
+        """Drops the plan that was not used for longest; plans whose ops were measured stay if others can go."""
+        carried = [key for key, plan in self.plans.items() if plan.planned is None or not plan.planned.is_measured]
+        oldest = next(key for key in [*carried, *self.plans] if key != present)
+        del self.plans[oldest], self.calls[oldest]
+        self.seen.discard(oldest)
+        self.tell(
+            "forgets",
+            f"keeps the plans of the {_MOST_CALLS} input signatures that were used last; others are planned again when "
+            "they come back",
+        )
 
 
 def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:

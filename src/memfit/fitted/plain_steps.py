@@ -123,6 +123,10 @@ class PlainSteps:
     watched: dict[Signature, int] = field(default_factory=dict)
     watch: _Watch | None = None
 
+    def covers(self, key: Signature) -> bool:
+        """Whether a step that runs without a plan has sizes as large as these."""
+        return any(is_larger(known, key) for known in self.known)
+
     def of(self, key: Signature, model: nn.Module, args: Any, kwargs: Any, request: Request) -> PlainStep | None:
         """The step of a call that runs without a plan; None if it needs one.
 
@@ -133,7 +137,7 @@ class PlainSteps:
             kwargs: keyword inputs.
             request: the budget, and what else is known of the loop.
         """
-        if key in self.over:
+        if key in self.over or any(is_larger(key, other) for other in self.over):
             return None
         found = self.known.get(key)
         if found is None:

@@ -113,6 +113,15 @@ class Loops:
         if here.waiting:
             self.passes.append(weakref.ref(here))
 
+    def inherit(self, key: Signature, known: Signature) -> None:
+        """Takes what was observed of passes of one size as what is known of another size, which has not run yet."""
+        for group in (self.widened, self.apart, self.rounded, self.turned, self.differentiated_twice):
+            if known in group:
+                group.add(key)
+        if known in self.narrowed:
+            self.narrowed.setdefault(key, self.narrowed[known])
+        self.regions |= {(key, inside) for one, inside in self.regions if one == known}
+
     def outgrown(self, key: Signature) -> bool:
         """Whether a signature had more other passes in flight than planned for, and can be planned for these now."""
         known = self.beside.get(key)

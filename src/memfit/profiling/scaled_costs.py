@@ -10,8 +10,11 @@ size only. So the ops that a plan runs in this way are measured before the plan 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -25,22 +28,20 @@ from memfit.ir.graph import StepGraph, Variant
 from memfit.ir.residents import ResidentKind, bytes_of
 from memfit.profiling.benchmark import Costs
 from memfit.profiling.cost_cache import CostCache
-from memfit.profiling.measurements import Measurements, measurements_of
+from memfit.profiling.measurements import Measurement, Measurements, measurements_of
 from memfit.profiling.profiler import with_costs
 from memfit.profiling.roofline import roofline_seconds
 
-__all__ = ["ScaledCosts", "scaled_costs"]
-
-_Pair = tuple[JointOp, JointOp]
+__all__ = ["ScaledCosts", "same_ops", "scaled_costs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledCosts:
-    """The costs of a step, scaled from those of a step that runs the same ops on tensors of other sizes.
+    """The costs of a step, scaled from those of a step that runs the same kinds of ops on tensors of other sizes.
 
     Attributes:
         capture: the step.
-        pairs: by node of an op, the op and the op of the measured step.
+        like: by node of an op, the op of the measured step whose costs are scaled.
         measurements: what could be measured of the step.
         known: what was measured of the other step.
         library_bytes: memory that libraries hold, as in the other step.
@@ -49,7 +50,7 @@ class ScaledCosts:
     """
 
     capture: Capture
-    pairs: dict[fx.Node, _Pair]
+    like: dict[fx.Node, JointOp]
     measurements: Measurements
     known: Measurements
     library_bytes: int
@@ -64,13 +65,14 @@ class ScaledCosts:
     def measure(self, ops: Collection[int]) -> bool:
         """Measures the ops with these indices; returns whether any of them was not known yet."""
         joints = [self.capture.joint_ops[op] for op in ops]
-        missing = [
-            measurement
-            for joint in joints
-            if joint is not None
-            for measurement in self.measurements.of_op[joint.node]
-            if measurement.known(self.cache) is None
-        ]
+        return self._measure([self.measurements.of_op[joint.node] for joint in joints if joint is not None])
+
+    def measure_unlike(self) -> None:
+        """Measures the ops that are like none of the measured step."""
+        self._measure([of_op for node, of_op in self.measurements.of_op.items() if node not in self.like])
+
+    def _measure(self, found: Sequence[Sequence[Measurement]]) -> bool:
+        missing = [m for of_op in found for m in of_op if m.known(self.cache) is None]
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             for measurement in missing:
@@ -81,9 +83,9 @@ class ScaledCosts:
         return bool(missing)
 
     def _costs(self, joint: JointOp) -> list[Costs]:
-        _, before = self.pairs[joint.node]
+        before = self.like.get(joint.node)
         halves = self.measurements.halves.get(joint.node)
-        if halves is not None and all(key in self.cache for key in halves):
+        if before is None or (halves is not None and all(key in self.cache for key in halves)):
             return self.measurements.costs(joint, self.cache)
         measured = self.known.costs(before, self.cache)
         scaled = [_scaled(*one) for one in zip(measured, _calls(joint), _calls(before), strict=False)]
@@ -96,7 +98,7 @@ class ScaledCosts:
 def scaled_costs(
     capture: Capture, known: Capture, priced: StepGraph, device: torch.device, cache: CostCache
 ) -> ScaledCosts | None:
-    """The costs of a step from those of another step; None if the steps do not run the same ops.
+    """The costs of a step from those of another step; None if those are not known any more.
 
     Args:
         capture: the step.
@@ -105,34 +107,57 @@ def scaled_costs(
         device: where the ops run.
         cache: known costs, those of the measured step among them.
     """
-    pairs: dict[fx.Node, _Pair] = {}
-    for ops, others in ((capture.joint_ops, known.joint_ops), (capture.baseline_ops, known.baseline_ops)):
-        if len(ops) != len(others) or not all(map(_alike, ops, others)):
-            return None
-        pairs |= {one.node: (one, other) for one, other in zip(ops, others, strict=True) if one and other}
     measured = measurements_of(known, device)
     if measured.missing(cache):
         return None
-    return ScaledCosts(
+    like: dict[fx.Node, JointOp] = {}
+    for ops, others in ((capture.joint_ops, known.joint_ops), (capture.baseline_ops, known.baseline_ops)):
+        same = same_ops(ops, others)
+        by_kind: dict[Any, list[JointOp]] = {}
+        for other in others:
+            if other is not None:
+                by_kind.setdefault(_kind(other), []).append(other)
+        for place, op in enumerate(ops):
+            if op is None:
+                continue
+            alike = by_kind.get(_kind(op), [])
+            nearest = others[place] if same else min(alike, key=functools.partial(_distance, op), default=None)
+            if nearest is not None:
+                like[op.node] = nearest
+    found = ScaledCosts(
         capture=capture,
-        pairs=pairs,
+        like=like,
         measurements=measurements_of(capture, device),
         known=measured,
         library_bytes=bytes_of(priced.residents, ResidentKind.LIBRARY),
         device=device,
         cache=cache,
     )
+    found.measure_unlike()
+    return found
+
+
+def same_ops(ops: Sequence[JointOp | None], others: Sequence[JointOp | None]) -> bool:
+    """Whether two steps run the same ops on the same storages, maybe of other sizes."""
+    return len(ops) == len(others) and all(map(_alike, ops, others))
 
 
 def _alike(one: JointOp | None, other: JointOp | None) -> bool:
-    """Whether two ops are the same call on the same storages, maybe on tensors of other sizes."""
     if one is None or other is None:
         return one is other
-    return (
-        one.node.target == other.node.target
-        and (one.reads, one.writes, one.in_place_over) == (other.reads, other.writes, other.in_place_over)
-        and (one.recompute_as is None, one.by_slices is None) == (other.recompute_as is None, other.by_slices is None)
-    )
+    return _kind(one) == _kind(other) and (one.reads, one.writes) == (other.reads, other.writes)
+
+
+def _kind(joint: JointOp | None) -> Any:
+    """What two ops share whose costs can be scaled: the call, and the ways in which it can run."""
+    if joint is None:
+        return None
+    ways = joint.recompute_as is None, joint.by_slices is None, joint.in_place_argument
+    return (joint.node.target, *ways, len(joint.in_place_over))
+
+
+def _distance(one: JointOp, other: JointOp) -> float:
+    return abs(math.log((1 + _nbytes(one.node)) / (1 + _nbytes(other.node))))
 
 
 def _calls(joint: JointOp) -> list[fx.Node | Call]:

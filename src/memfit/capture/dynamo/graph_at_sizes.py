@@ -101,26 +101,26 @@ class Sizes:
         storage = value.untyped_storage()
         key = int(storage._cdata)
         if key not in self.storages:
-            nbytes = self.number(storage.nbytes())
-            self.storages[key] = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+            nbytes = storage.nbytes()
+            made_for = torch.empty(self.number(nbytes), dtype=torch.uint8, device="meta").untyped_storage()
+            self.storages[key] = storage if isinstance(nbytes, int) else made_for
         made = torch.empty(0, dtype=value.dtype, device="meta").set_(self.storages[key], offset, shape, strides)
         fake = FakeTensor(self.fake_mode, made, value.device)
         return fake.requires_grad_() if value.requires_grad else fake
 
 
-def sizes_of(values: Sequence[Any], examples: Sequence[Any], fake_mode: FakeTensorMode) -> Sizes:
+def sizes_of(inputs: Sequence[tuple[Any, Any]], fake_mode: FakeTensorMode) -> Sizes:
     """The sizes with which a graph with symbols takes some inputs.
 
     Args:
-        values: inputs of the graph.
-        examples: its inputs as fake tensors with symbols.
+        inputs: inputs of the graph, each with a fake tensor that has symbols.
         fake_mode: the mode of these fake tensors.
 
     Raises:
         NotOfSizesError: if the inputs differ from the examples in more than sizes, or conditions on sizes do not hold.
     """
     numbers: dict[Any, Any] = {}
-    pairs = [(v, e) for v, e in zip(values, examples, strict=True) if isinstance(e, torch.Tensor)]
+    pairs = [(v, e) for v, e in inputs if isinstance(e, torch.Tensor)]
     for value, example in pairs:
         symbols: Sequence[Any] = example.shape
         for size, symbol in zip(value.shape, symbols, strict=True):
@@ -155,8 +155,11 @@ def trace_at_sizes(trace: KeptTrace, sizes: Sizes) -> KeptTrace:
         NotOfSizesError: if something in it depends on more than sizes of inputs.
     """
     with disable_current_modes(), torch.no_grad():
-        return KeptTrace(
-            analysed=_at(trace.analysed, sizes), passed_on=_at(trace.passed_on, sizes), traced=_at(trace.traced, sizes)
+        return dataclasses.replace(
+            trace,
+            analysed=_at(trace.analysed, sizes),
+            passed_on=_at(trace.passed_on, sizes),
+            traced=_at(trace.traced, sizes),
         )
 
 

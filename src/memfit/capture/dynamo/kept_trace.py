@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from memfit.capture.dynamo.dynamo_graph import copied
 from memfit.torch_compat.compiler import aot
 
@@ -39,11 +41,17 @@ class KeptTrace:
         analysed: the analysis of inputs and outputs that tracing began with, a `ViewAndMutationMeta`.
         passed_on: attributes of AOTAutograd's state that tracing changed, by name.
         traced: an `AOTGraphCapture`: the joint graph, its inputs and the wrappers around it.
+        num_forward_outputs: number of outputs of the joint graph that belong to the forward pass, where that is known.
     """
 
     analysed: Any
     passed_on: dict[str, Any]
     traced: Any
+    num_forward_outputs: int = 0
+
+    def joint(self) -> fx.GraphModule:
+        """A copy of the joint graph."""
+        return copied(getattr(self.traced, _GRAPH))
 
     @property
     def inputs(self) -> list[Any]:

@@ -13,9 +13,9 @@ Known limits: one graph without breaks; sizes above 1; every symbol is the size 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,7 +34,7 @@ from memfit.capture.eager.backward_autocast import backward_in_autocast
 from memfit.capture.gradients.returned_views import no_views
 from memfit.capture.values.decisions import Decision
 from memfit.errors import PlanMismatchError
-from memfit.torch_compat.core import FakeTensor, TracingContext, bound_symbols
+from memfit.torch_compat.core import FakeTensor, TracingContext, bound_symbols, pytree
 
 __all__ = ["SymbolicCall", "recorded_at_sizes", "symbolic_call"]
 
@@ -43,8 +43,21 @@ log = logging.getLogger(__name__)
 _MOST_OF_A_SIZE = 2**40
 """The most that a symbol stands for: torch then knows that slices without an end take all, and leaves them out."""
 
-_Serve = Callable[[tuple[Any, ...]], Any]
-_SERVING: ContextVar[_Serve | None] = ContextVar("memfit_serving_sizes", default=None)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Serving:
+    """What runs the graph of a call for many sizes.
+
+    Attributes:
+        run: takes the operands of the graph.
+        captures: whether the step is captured; otherwise a plan runs.
+    """
+
+    run: Callable[[tuple[Any, ...]], Any]
+    captures: bool
+
+
+_SERVING: ContextVar[_Serving | None] = ContextVar("memfit_serving_sizes", default=None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,6 +71,7 @@ class SymbolicCall:
         graph: the graph; its inputs are fake tensors with symbols.
         kept: places of its operands that are no sizes.
         decisions: what was decided by values while it was made.
+        given: pairs of the place of an input among the leaves of the arguments, and among the inputs of the graph.
         traces: joint graphs with symbols, with their surroundings.
         is_broken: whether the module has changed and needs another graph.
     """
@@ -68,11 +82,15 @@ class SymbolicCall:
     graph: DynamoGraph | None = None
     kept: tuple[int, ...] = ()
     decisions: list[Decision] = field(default_factory=list)
+    given: tuple[tuple[int, int], ...] = ()
     traces: list[tuple[Surroundings, bool, KeptTrace]] = field(default_factory=list)
     is_broken: bool = False
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Takes the graph that Dynamo made, as a backend of `torch.compile`."""
+        serving = _SERVING.get()
+        if self.graph is not None and serving is not None and serving.captures:
+            raise NotOfSizesError("the code of the module makes another graph")
         if self.graph is not None:
             self.is_broken = True
             raise PlanMismatchError(f"{type(self.model).__name__} now runs a graph that was not planned")
@@ -92,27 +110,40 @@ class SymbolicCall:
 
     def run(self, *operands: Any) -> Any:
         """Runs the graph by what serves this call."""
-        serve = _SERVING.get()
-        assert serve is not None, "the call is served"
-        return serve(tuple(operands[place] for place in self.kept))
+        serving = _SERVING.get()
+        assert serving is not None, "the call is served"
+        return serving.run(tuple(operands[place] for place in self.kept))
 
-    @contextmanager
-    def served(self, by: _Serve) -> Iterator[None]:
-        """While active, the graph runs by a function of its operands."""
-        token = _SERVING.set(by)
+    def serves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the graph may be for a call with these leaves of arguments; tells without calling the module."""
+        if self.is_broken or self.graph is None:
+            return False
         try:
-            yield
-        finally:
-            _SERVING.reset(token)
+            self._checked([(leaves[place], self.graph.inputs[own]) for place, own in self.given])
+        except NotOfSizesError as error:
+            log.debug("a call for many sizes does not serve these: %s", error)
+            return False
+        return True
 
-    def sizes(self, operands: Sequence[Any]) -> Sizes:
+    def sizes(self, operands: Sequence[Any], leaves: Sequence[Any]) -> Sizes:
         """The sizes of some operands.
+
+        Args:
+            operands: operands of the graph.
+            leaves: leaves of the arguments of the module.
 
         Raises:
             NotOfSizesError: if the graph does not serve them.
         """
+        assert self.graph is not None
+        places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        self.given = tuple((places[id(one)], own) for own, one in enumerate(operands) if id(one) in places)
+        return self._checked(list(zip(operands, self.graph.inputs, strict=True)))
+
+    def _checked(self, pairs: Sequence[tuple[Any, Any]]) -> Sizes:
+        """The sizes of values, given with fake tensors that have symbols."""
         assert self.graph is not None and self.graph.context.fake_mode is not None
-        found = sizes_of(operands, self.graph.inputs, self.graph.context.fake_mode)
+        found = sizes_of(pairs, self.graph.context.fake_mode)
         for decision in self.decisions:
             if decision.place is None and not decision.at(found.number).holds(None):
                 raise NotOfSizesError("a branch of the code goes another way")
@@ -177,9 +208,9 @@ def recorded_at_sizes(
     """
     made: list[Callable[..., Any]] = []
 
-    def serve(operands: tuple[Any, ...]) -> Any:
+    def serve(leaves: Sequence[Any], operands: tuple[Any, ...]) -> Any:
         if not made:
-            sizes = symbolic.sizes(operands)
+            sizes = symbolic.sizes(operands, leaves)
             graph, results = symbolic.at(operands, sizes)
             made.append(record_ready(into, of, graph, no_views, results))
             if decisions is not None:
@@ -187,8 +218,12 @@ def recorded_at_sizes(
         return made[0](*operands)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with symbolic.served(serve):
+        leaves = () if made else pytree.tree_leaves((args, kwargs))
+        token = _SERVING.set(_Serving(run=functools.partial(serve, leaves), captures=not made))
+        try:
             return symbolic.call(*args, **kwargs)
+        finally:
+            _SERVING.reset(token)
 
     return run
 

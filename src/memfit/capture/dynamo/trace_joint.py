@@ -73,7 +73,6 @@ def hand_over_joint(
     *,
     strides: Mapping[int, Strides],
     read: Callable[[fx.GraphModule, int], None],
-    kept: KeptTrace | None = None,
     keep: Callable[[KeptTrace], None] | None = None,
 ) -> None:
     """Calls `read` with the joint graph and the number of outputs of its forward pass, if a gradient reaches it.
@@ -83,7 +82,6 @@ def hand_over_joint(
         inputs: example inputs.
         strides: see `trace_joint`.
         read: may change the joint graph.
-        kept: see `trace_joint`.
         keep: is called before `read`, with the trace that `trace_joint` takes as `kept`.
     """
 
@@ -98,7 +96,6 @@ def hand_over_joint(
             partition=partition,
             forward=_as_is,
             backward=_as_is,
-            kept=kept,
             keep=keep,
         )
 

@@ -268,26 +268,29 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
     def note(trace: KeptTrace) -> None:
         graph.traces.append((around, backward_in_autocast(), trace))
 
-    kept = graph.at_sizes(around) if graph.at_sizes is not None else None
+    known = graph.at_sizes(around) if graph.at_sizes is not None else None
     with as_it_was(graph):
-        taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
-        if kept is not None:
-            note(kept)
-        hand_over_joint(
-            *(taken, examples), strides=around.strides, read=read, kept=kept, keep=note if keep and not kept else None
-        )
+        if known is not None:
+            note(known)
+            read(known.joint(), known.num_forward_outputs)
+        else:
+            taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
+            hand_over_joint(taken, examples, strides=around.strides, read=read, keep=note if keep else None)
     return traced[0] if traced else None
 
 
 def trace_with_symbols(graph: DynamoGraph, around: Surroundings) -> KeptTrace | None:
     """The trace of a graph whose inputs are fake tensors with symbols for sizes; None if no gradient reaches it."""
     found: list[KeptTrace] = []
+    numbers: list[int] = []
     gm = copied(graph.gm)
     detach_outputs(gm, around.receive)
     with as_it_was(graph):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
-        hand_over_joint(*(taken, examples), strides=around.strides, read=lambda joint, number: None, keep=found.append)
-    return found[0] if found else None
+        hand_over_joint(
+            *(taken, examples), strides=around.strides, read=lambda _, number: numbers.append(number), keep=found.append
+        )
+    return replace(found[0], num_forward_outputs=numbers[0]) if numbers else None
 
 
 @contextlib.contextmanager

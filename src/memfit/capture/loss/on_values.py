@@ -14,6 +14,7 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError, LossError
 from memfit.torch_compat.core import pytree
 
-__all__ = ["loss_reading", "not_reaching"]
+__all__ = ["held_within", "loss_reading", "not_reaching"]
 
 log = logging.getLogger(__name__)
+
+_MOST_OBJECTS = 2_000
+"""Most objects of an output that are looked into."""
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -63,7 +67,7 @@ def loss_reading(
     try:
         with preserved(loss_fn):
             if isinstance(loss_fn, AssumedLoss):
-                return _with_escaped(read_loss(output, loss_fn, device_type), receivers)
+                return _with_escaped(read_loss(output, loss_fn, device_type), output, receivers)
             return _used_by_the_loop(read_loss(output, loss_fn, device_type, receivers=receivers), output, receivers)
     except CaptureError:
         raise
@@ -80,7 +84,7 @@ def loss_reading(
             real = model._call_impl(*args, **kwargs)
         real = _leaves_like(real, output)
         try:
-            return _with_escaped(read_loss(real, loss_fn, device_type), receivers)
+            return _with_escaped(read_loss(real, loss_fn, device_type), output, receivers)
         except CaptureError:
             raise
         except Exception as error:
@@ -97,13 +101,41 @@ def not_reaching(reading: LossReading, receivers: Sequence[Any], others: Sequenc
 def _used_by_the_loop(reading: LossReading, output: Any, receivers: Sequence[torch.Tensor]) -> LossReading:
     """The reading, with gradients for all tensors that the module does not return: a loop uses them too."""
     returned = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(output))
-    does = (*reading.receives_gradient[:returned], *(t.requires_grad for t in receivers[returned:]))
-    return replace(reading, receives_gradient=does)
+    within = held_within(output)
+    used = zip_longest(receivers[returned:], reading.receives_gradient[returned:], fillvalue=False)
+    beside = (does if id(t) in within else t.requires_grad for t, does in used if isinstance(t, torch.Tensor))
+    return replace(reading, receives_gradient=(*reading.receives_gradient[:returned], *beside))
 
 
-def _with_escaped(reading: LossReading, receivers: Sequence[torch.Tensor]) -> LossReading:
-    beside = receivers[len(reading.receives_gradient) :]
-    return replace(reading, receives_gradient=(*reading.receives_gradient, *(t.requires_grad for t in beside)))
+def _with_escaped(reading: LossReading, output: Any, receivers: Sequence[torch.Tensor]) -> LossReading:
+    within = held_within(output)
+    beside = (t.requires_grad and id(t) not in within for t in receivers[len(reading.receives_gradient) :])
+    return replace(reading, receives_gradient=(*reading.receives_gradient, *beside))
+
+
+def held_within(output: Any) -> set[int]:
+    """The identities of tensors in objects that the module returns, such as a cache of keys and values.
+
+    Unlike tensors that the module leaves on itself, they are outputs, and outputs that the loss does not use mostly get
+    no gradient.
+    """
+    found: set[int] = set()
+    waiting = [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, torch.Tensor)]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, nn.Module | type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found.add(id(value))
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif hasattr(value, "__dict__") and not callable(value):
+            waiting += vars(value).values()
+    return found
 
 
 def _leaves_like(real: Any, traced: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo.dynamo_graph import attach_outputs
+from memfit.capture.dynamo.dynamo_graph import attach_outputs, copied
 from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
@@ -59,19 +59,12 @@ def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *
     forward = [op for op in reading.ops if op.phase is Phase.FORWARD]
     once = {s for op in forward if not op.recomputable for s in op.writes}
     able = aligned and not reading.accumulated and not any(op.recomputable and once & {*op.reads} for op in forward)
-    whole = fx.GraphModule(gm, _copy(gm.graph), "Whole") if able else None
+    whole = copied(gm) if able else None
     if whole is not None:
         attach_outputs(whole, cut)
     return WholeGraph(
         call=None if whole is None else whole.forward, random=any(op.random for op in forward), cut=tuple(cut)
     )
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    returned = copied.graph_copy(graph, {})
-    copied.output(returned)
-    return copied
 
 
 @dataclass(slots=True, eq=False)
