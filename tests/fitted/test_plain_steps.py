@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memfit
+from memfit.capture.state.input_signature import is_larger
 from memfit.compiler.request import Request
 from memfit.fitted import plain_steps
 from memfit.fitted.installation import fitted_call
@@ -288,7 +289,7 @@ def test_a_signature_covers_smaller_ones_only() -> None:
     steps.known[(entry(4, 8), "mode")] = known
 
     def covered(key: Any) -> bool:
-        return any(plain_steps._is_larger(one, key) for one in steps.known)
+        return any(is_larger(one, key) for one in steps.known)
 
     assert covered((entry(4, 7), "mode")) and covered((entry(4, 8), "mode"))
     for key in ((entry(4, 9), "mode"), (entry(4, 8), "other"), (entry(4), "mode"), (entry(4, 8),)):

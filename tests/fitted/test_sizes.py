@@ -1,4 +1,4 @@
-"""Calls that differ in the sizes of their inputs only: their plans are carried over, with the same bits, within budget."""
+"""Calls that differ in sizes of inputs only: plans are carried over, with the same bits, within the budget."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class Attention(nn.Module):
         made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         whole: Tensor = self.out(made.transpose(1, 2).reshape(batch, length, _WIDTH))
         return whole
+
+
+def feed() -> nn.Module:
+    return nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
 
 
 class Decoder(nn.Module):

@@ -27,6 +27,7 @@ from memfit.capture.dynamo.dynamo_graph import (
     graph_key,
     reads_numbers,
 )
+from memfit.capture.dynamo.kept_trace import KeptTrace
 from memfit.capture.dynamo.trace_joint import trace_joint
 from memfit.capture.dynamo.traced_graph import DynamoGraph, Surroundings
 from memfit.capture.eager.backward_autocast import planning_backward
@@ -281,7 +282,7 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
     around = Surroundings(receive=graph.receive, strides=strides, repeated=graph.repeated)
     with planning_backward(in_autocast=of.in_autocast):
         kept = captured.traced_in(around) if captured is not None else None
-    known = None if kept is None else _known_reading(of, around)
+    known = None if kept is None else _known_reading(of, kept)
     # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
     split = [functools.partial(_partition, of, graph, run, subgraph, known)]
     # The compilers below are kept too, and must not hold the model.
@@ -310,12 +311,13 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
     return call if seen else straying(call)
 
 
-def _known_reading(of: Compilation, around: Surroundings) -> JointReading | None:
-    """The reading of the one graph of the step, if its kept trace is the one that the capture was read from."""
+def _known_reading(of: Compilation, kept: KeptTrace) -> JointReading | None:
+    """The reading of the one graph of the step, if it was read from this trace."""
     if of.in_subgraphs or len(of.capture.subgraphs.subgraphs) != 1:
         return None
     (subgraph,) = of.capture.subgraphs.subgraphs
-    if subgraph.trace is None or subgraph.trace.around != around or subgraph.reading.grid != of.grid:
+    trace = subgraph.trace
+    if trace is None or trace.kept is None or trace.kept() is not kept or subgraph.reading.grid != of.grid:
         return None
     return subgraph.reading if subgraph.reading.separated == of.separated else None
 

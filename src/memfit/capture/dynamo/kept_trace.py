@@ -33,7 +33,7 @@ _PASSED_ON = (_FLAT, "flat_args_descs", _ANALYSED)
 _GRAPH, _INPUTS = "graph_module", "updated_flat_args"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class KeptTrace:
     """The result of AOTAutograd's first stage for a graph.
 

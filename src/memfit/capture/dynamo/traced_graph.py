@@ -11,6 +11,7 @@ that was traced last is kept too: the way it is read (in tiles, gradients part b
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,7 +133,7 @@ class JointTrace:
         joint: the joint graph; reading it rewrites a copy.
         num_forward_outputs: how many of its outputs belong to the forward pass.
         graph: Dynamo's graph that it was traced from, without examples.
-        around: uses of the graph in the step.
+        kept: refers to the trace that the joint graph is a copy of, if that is kept.
         in_place: nodes of Dynamo's graph that overwrite their operand.
         accumulated: inputs whose gradients the graph adds to the existing gradients.
         cast_once: inputs that autocast casts once.
@@ -142,7 +143,7 @@ class JointTrace:
     joint: fx.GraphModule
     num_forward_outputs: int
     graph: DynamoGraph
-    around: Surroundings
+    kept: weakref.ref[KeptTrace] | None
     in_place: frozenset[str]
     accumulated: frozenset[int]
     cast_once: frozenset[int]
@@ -235,6 +236,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
         UnplannableGraphError: if it cannot be planned.
     """
     traced: list[Traced] = []
+    kept: list[KeptTrace] = []
     gm = copied(graph.gm)
     accumulated = accumulated_inputs(graph.inputs) if reader.accumulate else frozenset[int]()
     casts = cast_once(gm, graph.inputs)
@@ -250,7 +252,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
             joint=joint,
             num_forward_outputs=num_forward_outputs,
             graph=replace(graph, inputs=(), traces=[], at_sizes=None),
-            around=around,
+            kept=weakref.ref(kept[0]) if kept else None,
             in_place=in_place,
             accumulated=accumulated,
             cast_once=casts,
@@ -266,6 +268,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
         )
 
     def note(trace: KeptTrace) -> None:
+        kept.append(trace)
         graph.traces.append((around, backward_in_autocast(), trace))
 
     known = graph.at_sizes(around) if graph.at_sizes is not None else None
