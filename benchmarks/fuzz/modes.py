@@ -25,6 +25,7 @@ class Mode:
         micro_batches: backward passes before the optimizer steps.
         forwards: forward passes before each backward pass.
         lazy: whether the model is fitted without inputs and without its loss, and planned at its first call.
+        sizes: whether turns have inputs of other sizes: fewer samples, and shorter texts.
         hooks: whether hooks are registered, some before and some after the model is fitted.
         options: more arguments of `memfit.fit`.
         tolerance: largest difference, relative to the largest element; 0.0 asks for the same bits.
@@ -39,6 +40,7 @@ class Mode:
     micro_batches: int = 1
     forwards: int = 1
     lazy: bool = False
+    sizes: bool = False
     hooks: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 0.0
@@ -57,6 +59,7 @@ _ALL = (
     Mode(name="accumulate", micro_batches=2, shares=(0.8, 0.0)),
     Mode(name="hooks", hooks=True, shares=(1.2, 0.8)),
     Mode(name="lazy", lazy=True, shares=(1.5, 0.9, 0.7)),
+    Mode(name="sizes", sizes=True, shares=(0.9, 0.7)),
     Mode(name="twice", forwards=2, shares=(1.2, 0.8)),
 )
 
