@@ -59,7 +59,7 @@ _ALL = (
     Mode(name="accumulate", micro_batches=2, shares=(0.8, 0.0)),
     Mode(name="hooks", hooks=True, shares=(1.2, 0.8)),
     Mode(name="lazy", lazy=True, shares=(1.5, 0.9, 0.7)),
-    Mode(name="sizes", sizes=True, shares=(0.9, 0.7)),
+    Mode(name="sizes", sizes=True, shares=(1.1, 0.85)),
     Mode(name="twice", forwards=2, shares=(1.2, 0.8)),
 )
 

@@ -20,7 +20,7 @@ from memfit.capture.subgraphs import Subgraphs
 from memfit.ir.residents import Resident, ResidentKind
 from memfit.torch_compat.core import pytree
 
-__all__ = ["residents_of", "storage_bytes"]
+__all__ = ["gradients_of", "residents_of", "storage_bytes"]
 
 
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
@@ -73,6 +73,13 @@ def residents_of(
     ):
         found.extend(Resident(name=name, nbytes=nbytes, kind=kind) for name, nbytes in nbytes_of.items())
     return tuple(resident for resident in found if resident.nbytes)
+
+
+def gradients_of(model: nn.Module, device_type: str) -> tuple[Resident, ...]:
+    """The gradients of parameters that exist, as residents."""
+    seen: dict[int, torch.UntypedStorage] = {}
+    named = ((name, _new_bytes(p.grad, device_type, seen)) for name, p in model.named_parameters())
+    return tuple(Resident(name=name, nbytes=nbytes, kind=ResidentKind.GRADIENT) for name, nbytes in named if nbytes)
 
 
 def _new_bytes(tensor: Any, device_type: str, seen: dict[int, torch.UntypedStorage]) -> int:

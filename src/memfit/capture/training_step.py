@@ -24,16 +24,16 @@ from memfit.capture.loss.reading import LossFunction, LossReading
 from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import DEFAULT_OPTIONS, CaptureOptions
-from memfit.capture.residents import residents_of
+from memfit.capture.residents import gradients_of, residents_of
 from memfit.capture.subgraphs import Subgraph, Subgraphs, tensors_in
 from memfit.errors import CaptureError, SpecError
 from memfit.fxir.joint import JointOp
 from memfit.fxir.refused import checkpoint_error
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ir.residents import Resident
+from memfit.ir.residents import Resident, ResidentKind
 from memfit.torch_compat.core import pytree
 
-__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "read_again"]
+__all__ = ["Capture", "beside_gradients", "capture_step", "check_step", "device_of", "given_args", "read_again"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +191,17 @@ def capture_step(
         loss=loss,
         optimizer=cost,
     )
+
+
+_BESIDE = (ResidentKind.GRADIENT, ResidentKind.OTHER, ResidentKind.LIBRARY)
+
+
+def beside_gradients(capture: Capture, model: nn.Module) -> Capture:
+    """The same step as captured, with the gradients that exist now, and nothing else beside it."""
+    device_type = device_of(model).type
+    others = (r for r in capture.residents if r.kind not in _BESIDE)
+    residents = (*others, *gradients_of(model, device_type))
+    return replace(capture, graph=structs.replace(capture.graph, residents=residents), residents=residents)
 
 
 def read_again(

@@ -29,7 +29,8 @@ from memfit.capture.call_settings import CallSettings
 from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.dynamo.graph_at_sizes import NotOfSizesError
 from memfit.capture.dynamo.symbolic_call import SymbolicCall, symbolic_call
-from memfit.capture.training_step import Capture, device_of
+from memfit.capture.state.input_signature import Signature, are_same_arguments, is_same_call, signature
+from memfit.capture.training_step import Capture, beside_gradients, device_of
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
 from memfit.compiler.stages import captured_for, planned_step, resolve_budget, tiers_of
@@ -37,6 +38,7 @@ from memfit.errors import BudgetError, ProgramError
 from memfit.ir.graph import StepGraph
 from memfit.ir.instructions import computes_in
 from memfit.ir.program import Program, baseline_order
+from memfit.ir.residents import ResidentKind
 from memfit.planner.finalize.variant_selection import program_within
 from memfit.planner.offload.search import find_program
 from memfit.profiling.cost_cache import CostCache, open_cache
@@ -169,6 +171,9 @@ def _captured(
     cache: CostCache,
 ) -> tuple[Capture, bool]:
     """The captured step, and whether it is the first of a call for many sizes."""
+    same = _captured_before(model, args, kwargs, request, usable)
+    if same is not None:
+        return same, False
     nearest = usable[0].planned
     assert nearest is not None
     optimizer = nearest.capture.optimizer if nearest.request.optimizer is request.optimizer else None
@@ -177,16 +182,16 @@ def _captured(
     if breaks or not request.capture.decide:
         return captured(), False
     calls.made[:] = [call for call in calls.made if not call.is_broken]
-    leaves = pytree.tree_leaves((args, kwargs))
-    for call in [call for call in calls.made if call.serves(leaves)]:
+    now, leaves = signature(model, args, kwargs), pytree.tree_leaves((args, kwargs))
+    for call in [call for call in calls.made if call.serves(now, leaves)]:
         try:
             return captured(symbolic=call), False
         except NotOfSizesError as error:
             log.debug("a call for many sizes does not serve these: %s", error)
-    varying = _varying(model, args, kwargs, usable[0], calls.made)
+    varying = _varying(now, leaves, usable, calls.made)
     if varying and calls.failed < _MOST_FAILURES:
         settings = CallSettings(replaced=request.capture.reader().replaced, as_compiled=request.capture.as_compiled)
-        call = symbolic_call(model, varying, settings)
+        call = symbolic_call(model, now, varying, settings)
         try:
             capture = captured(symbolic=call)
         except NotOfSizesError as error:
@@ -198,18 +203,36 @@ def _captured(
     return captured(), False
 
 
+def _captured_before(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, usable: Sequence[CompiledPlan]
+) -> Capture | None:
+    """The capture of a step that differs in nothing but the gradients that exist before it."""
+    now = signature(model, args, kwargs)
+    for plan in usable:
+        assert plan.planned is not None
+        capture, asked = plan.planned.capture, plan.planned.request
+        alike = (asked.capture, asked.loss_fn, asked.optimizer) == (request.capture, request.loss_fn, request.optimizer)
+        one_graph = not capture.subgraphs.breaks and capture.subgraphs.call is not None
+        if alike and one_graph and request.capture.accumulate is None and is_same_call(now, plan.planned.signature):
+            found = beside_gradients(capture, model)
+            graph = found.graph.beside("beside the step", request.beside_bytes, ResidentKind.OTHER)
+            return replace(found, graph=graph, residents=graph.residents)
+    return None
+
+
 def _varying(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], known: CompiledPlan, made: Sequence[SymbolicCall]
+    now: Signature, leaves: Sequence[Any], usable: Sequence[CompiledPlan], made: Sequence[SymbolicCall]
 ) -> dict[int, Sequence[int]]:
     """The sizes that differ from those of a known plan, or were symbols before; empty if one of them is below 2."""
-    assert known.planned is not None
+    signatures = [plan.planned.signature for plan in usable if plan.planned is not None]
+    known = next((one for one in signatures if are_same_arguments(now, one)), None)
+    if known is None:
+        return {}
     varying: dict[int, set[int]] = {}
-    for call in made:
+    for call in [call for call in made if are_same_arguments(now, call.signature)]:
         for place, dimensions in call.varying.items():
             varying.setdefault(place, set()).update(dimensions)
-    for place, (value, other) in enumerate(
-        zip(pytree.tree_leaves((args, kwargs)), known.planned.signature, strict=False)
-    ):
+    for place, (value, other) in enumerate(zip(leaves, known, strict=False)):
         if isinstance(value, torch.Tensor):
             for dimension, (size, known_size) in enumerate(zip(value.shape, other[0], strict=True)):
                 if size != known_size:

@@ -49,9 +49,6 @@ log = logging.getLogger(__name__)
 _PLANNING = threading.RLock()
 """Lock held while a module is planned: Dynamo, the profiler and a model's snapshot allow one thread at a time."""
 
-_MOST_CALLS = 64
-"""Maximum number of plans that a module keeps; each takes about 10 MiB of host memory for a GPT-2 of 6 layers."""
-
 _MOST_STRAYS = 3
 """Maximum number of times a module is planned again because a step did not run as planned."""
 
@@ -79,6 +76,7 @@ class Fitted:
         fitting: the steps that need no plan, because the baseline step fits.
         latest: the plan that was made last.
         stale: signatures to be planned again, whose plan is used until then.
+        changed: signatures whose plan does not run any more, because the module has changed.
         strayed: by signature, how often a step did not run as planned.
         failed: by signature, how often planning or planning again failed.
         plain: signatures that run as plain code because planning failed.
@@ -86,6 +84,7 @@ class Fitted:
         gives_up: whether a module that cannot be planned at its first call runs as it is, instead of an error.
         symbolic: calls of the module that were compiled for many sizes.
         seen: signatures of calls so far.
+        most_plans: maximum number of plans; each takes about 10 MiB of host memory for a GPT-2 of 6 layers.
     """
 
     model: weakref.ref[nn.Module]
@@ -101,6 +100,7 @@ class Fitted:
     fitting: PlainSteps = field(default_factory=PlainSteps)
     latest: CompiledPlan | None = None
     stale: set[Signature] = field(default_factory=set)
+    changed: set[Signature] = field(default_factory=set)
     strayed: Counter[Signature] = field(default_factory=Counter)
     failed: Counter[Signature] = field(default_factory=Counter)
     plain: set[Signature] = field(default_factory=set)
@@ -108,6 +108,7 @@ class Fitted:
     gives_up: bool = False
     symbolic: SymbolicCalls = field(default_factory=SymbolicCalls)
     seen: set[Signature] = field(default_factory=set)
+    most_plans: int = 64
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +149,7 @@ class Fitted:
         if self.loops.is_otherwise(key, self._planned(key)) or self._holds_more(model, key, args, kwargs):
             self.stale.add(key)
         call = self.calls.get(key)
-        if len(self.plans) == _MOST_CALLS and key in self.plans:
+        if len(self.plans) == self.most_plans and key in self.plans:
             self.plans[key] = self.plans.pop(key)  # the order of their last use
         if call is None or key in self.stale or self.loops.outgrown(key):
             call = self._plan_for(model, key, args, kwargs)
@@ -166,6 +167,7 @@ class Fitted:
         # No op ran: with its present Python state the module needs another graph than the planned one.
         self.tell("changed", f"changed since it was planned and needs another plan ({str(failure).partition(';')[0]})")
         self.stale.add(key)
+        self.changed.add(key)
         another = self._plan_for(model, key, args, kwargs)
         if another is None or another is call:
             return model._call_impl(*args, **kwargs)
@@ -315,8 +317,8 @@ class Fitted:
     def _of_other_sizes(self, key: Signature) -> KnownSizes | None:
         """The steps whose decisions a plan for these inputs may take over; None if it is planned from the start."""
         present = self.plans.get(key)
-        if present is not None and present.measured_peak_bytes is not None:
-            return None  # as it was before
+        if key in self.changed or (present is not None and present.measured_peak_bytes is not None):
+            return None
         plans = [self.plans[other] for other in nearest(key, self.plans)]
         return KnownSizes(plans=plans, calls=self.symbolic) if plans else None
 
@@ -380,7 +382,8 @@ class Fitted:
         self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         self.stale.discard(key)
-        if len(self.calls) > _MOST_CALLS:
+        self.changed.discard(key)
+        if len(self.calls) > self.most_plans:
             self._forget(key)
         return call
 
@@ -392,8 +395,8 @@ class Fitted:
         self.seen.discard(oldest)
         self.tell(
             "forgets",
-            f"keeps the plans of the {_MOST_CALLS} input signatures that were used last; others are planned again when "
-            "they come back",
+            f"keeps the plans of the {self.most_plans} input signatures that were used last; others are planned again "
+            "when they come back",
         )
 
 

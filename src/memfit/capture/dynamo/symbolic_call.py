@@ -32,6 +32,7 @@ from memfit.capture.dynamo.recording import Recording, Source, ready_to_trace, r
 from memfit.capture.dynamo.traced_graph import DynamoGraph, Surroundings, as_dynamo_made, trace_with_symbols
 from memfit.capture.eager.backward_autocast import backward_in_autocast
 from memfit.capture.gradients.returned_views import no_views
+from memfit.capture.state.input_signature import Signature, are_same_arguments
 from memfit.capture.values.decisions import Decision
 from memfit.errors import PlanMismatchError
 from memfit.torch_compat.core import FakeTensor, TracingContext, bound_symbols, pytree
@@ -66,6 +67,7 @@ class SymbolicCall:
 
     Attributes:
         model: the module.
+        signature: signature of the call that it was made for.
         varying: the sizes, by place of an input among the leaves of the arguments.
         call: takes the arguments of the module; its one graph runs by what serves the call.
         graph: the graph; its inputs are fake tensors with symbols.
@@ -77,6 +79,7 @@ class SymbolicCall:
     """
 
     model: nn.Module
+    signature: Signature
     varying: Mapping[int, Sequence[int]]
     call: Callable[..., Any] = field(init=False)
     graph: DynamoGraph | None = None
@@ -114,9 +117,14 @@ class SymbolicCall:
         assert serving is not None, "the call is served"
         return serving.run(tuple(operands[place] for place in self.kept))
 
-    def serves(self, leaves: Sequence[Any]) -> bool:
-        """Whether the graph may be for a call with these leaves of arguments; tells without calling the module."""
-        if self.is_broken or self.graph is None:
+    def serves(self, signature: Signature, leaves: Sequence[Any]) -> bool:
+        """Whether the graph may be for a call; tells without calling the module.
+
+        Args:
+            signature: signature of the call.
+            leaves: leaves of its arguments.
+        """
+        if self.is_broken or self.graph is None or not are_same_arguments(signature, self.signature):
             return False
         try:
             self._checked([(leaves[place], self.graph.inputs[own]) for place, own in self.given])
@@ -180,15 +188,18 @@ class SymbolicCall:
         return trace_at_sizes(known, sizes)
 
 
-def symbolic_call(model: nn.Module, varying: Mapping[int, Sequence[int]], settings: CallSettings) -> SymbolicCall:
+def symbolic_call(
+    model: nn.Module, signature: Signature, varying: Mapping[int, Sequence[int]], settings: CallSettings
+) -> SymbolicCall:
     """Prepares a call for many sizes; nothing is traced yet.
 
     Args:
         model: the module.
+        signature: signature of the call.
         varying: the sizes that are symbols, by place of an input among the leaves of the arguments.
         settings: how the call is turned into a graph.
     """
-    made = SymbolicCall(model=model, varying=varying)
+    made = SymbolicCall(model=model, signature=signature, varying=varying)
     made.call = call_by_dynamo(
         model, made.backend, replace(settings, decisions=made.decisions, varying=varying, fullgraph=True)
     )

@@ -13,9 +13,15 @@ from memfit.capture.state.module_state import ModuleState, module_state
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.torch_compat.core import pytree
 
-__all__ = ["Signature", "is_larger", "nearest", "signature"]
+__all__ = ["Signature", "are_same_arguments", "is_larger", "is_same_call", "nearest", "signature"]
 
 Signature = tuple[Any, ...]
+
+
+class _Tied(tuple[int, ...]):
+    """For each tensor among the inputs, the place of the first tensor that is the same object."""
+
+    __slots__ = ()
 
 
 def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | None = None) -> Signature:
@@ -37,10 +43,11 @@ def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | Non
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     seen: dict[int, int] = {}
-    same = tuple(seen.setdefault(id(t), i) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor))
+    tensors = (t for t in leaves if isinstance(t, torch.Tensor))
+    same = _Tied(seen.setdefault(id(t), place) for place, t in enumerate(tensors))
     state = module_state(model) if state is None else state
     settings = (autocast, torch.get_default_dtype(), *kernel_settings(device))
-    return (*inputs, same, state.accumulating, state.hooks, settings)
+    return (*inputs, same, (len(args), *kwargs), state.accumulating, state.hooks, settings)
 
 
 def _value(value: object) -> object:
@@ -61,9 +68,44 @@ def is_larger(one: Signature, other: Signature) -> bool:
 
 
 def nearest(key: Signature, others: Iterable[Signature]) -> list[Signature]:
-    """The calls that differ from a call in sizes only, the most alike first."""
-    found = {other: sizes for other in others if (sizes := _sizes_of_both(key, other)) is not None}
+    """The calls whose step mostly runs the same ops, the most alike first.
+
+    They differ in sizes, numbers, arguments that are None, and in whether gradients exist already.
+    """
+    mine = _loosely(key)
+    found = {other: sizes for other in others if (sizes := _sizes_of_both(mine, _loosely(other))) is not None}
     return sorted(found, key=lambda other: sum(abs(math.log((a + 1) / (b + 1))) for a, b in found[other]))
+
+
+def is_same_call(one: Signature, other: Signature) -> bool:
+    """Whether two calls differ in nothing but whether gradients exist already."""
+    return _without_gradients(one) == _without_gradients(other)
+
+
+def are_same_arguments(one: Signature, other: Signature) -> bool:
+    """Whether the arguments of two calls are of the same types, and differ in sizes only."""
+    (mine, my_rest), (theirs, their_rest) = _divided(one), _divided(other)
+    return _sizes_of_both(mine, theirs) is not None and my_rest[:2] == their_rest[:2]
+
+
+def _without_gradients(key: Signature) -> Signature:
+    inputs, (same, form, _, *rest) = _divided(key)
+    return (*inputs, same, form, *rest)
+
+
+def _loosely(key: Signature) -> Signature:
+    """A signature without what changes few ops of a step."""
+    inputs, rest = _divided(key)
+    numbers = (int, float)
+    kept = (entry[0] if isinstance(entry, tuple) and entry[0] in numbers else entry for entry in inputs)
+    same, _, _, hooks, *settings = rest
+    return (*(entry for entry in kept if entry is not None), same, hooks, *settings)
+
+
+def _divided(key: Signature) -> tuple[Signature, Signature]:
+    """The entries of a signature for the inputs, and the others."""
+    begin = next(place for place, entry in enumerate(key) if isinstance(entry, _Tied))
+    return key[:begin], key[begin:]
 
 
 def _sizes_of_both(one: Signature, other: Signature) -> list[tuple[int, int]] | None:
