@@ -35,6 +35,7 @@ COLUMNS = (
 SIZES = 20
 _SHARE = 0.85
 _VOCABULARY = 1000
+_IMAGES = 16
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 Subject = tuple[nn.Module, Callable[[int], Batch], Callable[[Any], Tensor], list[int]]
@@ -83,10 +84,10 @@ def resnet() -> Subject:
     from torchvision.models import resnet18
 
     def batch(size: int) -> Batch:
-        return (torch.randn(4, 3, size, size),), {}
+        return (torch.randn(_IMAGES, 3, size, size),), {}
 
     def loss(output: Tensor) -> Tensor:
-        return F.cross_entropy(output, torch.arange(4))
+        return F.cross_entropy(output, torch.arange(_IMAGES))
 
     return resnet18(), batch, loss, _lengths(112)
 

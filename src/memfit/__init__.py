@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memfit.api import Measurement as Measurement
     from memfit.api import Plan as Plan
     from memfit.api import compare as compare
+    from memfit.api import effective_batch as effective_batch
     from memfit.api import estimate as estimate
     from memfit.api import fit as fit
     from memfit.api import max_batch as max_batch
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "estimate": "memfit.api",
     "measure": "memfit.api",
     "max_batch": "memfit.api",
+    "effective_batch": "memfit.api",
     "max_size": "memfit.api",
     "compare": "memfit.api",
     "plan_of": "memfit.api",

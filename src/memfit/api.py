@@ -20,6 +20,7 @@ from memfit.fitted.installation import fits_plainly, fitted_call, install_unplan
 from memfit.fitted.plan import Plan, replanned
 from memfit.profiling.memory import Measurement, measure
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
+from memfit.tools.effective_batch import EffectiveBatch, effective_batch
 from memfit.tools.estimate import Estimate, estimate
 from memfit.tools.max_size import max_size
 from memfit.torch_compat.compiler import forget_compiled_code
@@ -27,10 +28,12 @@ from memfit.torch_compat.compiler import forget_compiled_code
 __all__ = [
     "BatchSize",
     "Comparison",
+    "EffectiveBatch",
     "Estimate",
     "Measurement",
     "Plan",
     "compare",
+    "effective_batch",
     "estimate",
     "fit",
     "max_batch",

@@ -20,6 +20,7 @@ from memfit.compiler.difference import Difference
 from memfit.compiler.plan import CompiledPlan
 from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
+from memfit.tools.effective_batch import EffectiveBatch
 from memfit.tools.estimate import Estimate
 from memfit.tools.max_size import LargestSize
 from memfit.tools.verify import Verification
@@ -185,6 +186,35 @@ def _(result: BatchSize) -> list[Record]:
         }
         for point in result.curve
     ]
+
+
+@records.register
+def _(result: EffectiveBatch) -> list[Record]:
+    return [
+        {
+            "micro_batch": way.batch,
+            "accumulation_steps": way.accumulation_steps,
+            "plain_peak_predicted_bytes": way.plain_peak_bytes,
+            "peak_predicted_bytes": way.peak_bytes,
+            "overhead_predicted_percent": _percent(way.overhead),
+            "seconds_predicted": way.seconds,
+        }
+        for way in result.ways
+    ]
+
+
+@summary.register
+def _(result: EffectiveBatch) -> Record:
+    return {
+        "kind": "effective batch",
+        "label": result.label,
+        "budget_bytes": result.budget_bytes,
+        "samples": result.samples,
+        "micro_batch": result.micro_batch,
+        "accumulation_steps": result.accumulation_steps,
+        "predicted_peak_bytes": result.predicted_peak_bytes,
+        "seconds_predicted": result.predicted_seconds,
+    }
 
 
 @summary.register

@@ -7,10 +7,11 @@ from functools import singledispatch
 from memfit.compiler.plan import CompiledPlan
 from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
+from memfit.tools.effective_batch import EffectiveBatch
 from memfit.tools.estimate import Estimate
 from memfit.tools.max_size import LargestSize
 from memfit.tools.verify import Verification
-from memfit.units import format_bytes, format_percent
+from memfit.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["sentence"]
 
@@ -32,6 +33,15 @@ def _(result: Estimate) -> str:
     return (
         f"Takes {format_bytes(result.peak)} predicted, {share:.0%} of it activations; "
         f"no plan of whole ops goes below {format_bytes(result.least)}."
+    )
+
+
+@sentence.register
+def _(result: EffectiveBatch) -> str:
+    return (
+        f"Fits: micro-batches of {result.micro_batch}, {result.accumulation_steps} for {result.samples} samples; "
+        f"{format_bytes(result.predicted_peak_bytes)} predicted, of {format_bytes(result.budget_bytes)}; "
+        f"{format_seconds(result.predicted_seconds)} predicted for all of them."
     )
 
 

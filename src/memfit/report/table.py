@@ -16,6 +16,7 @@ from memfit.report.records import csv_text, json_text
 from memfit.tables import Sheet, print_sheets, text_console
 from memfit.tools.compare import BatchSize, Comparison
 from memfit.tools.compare_pipelines import PipelineComparison
+from memfit.tools.effective_batch import EffectiveBatch
 from memfit.tools.estimate import Estimate
 from memfit.tools.max_size import LargestSize
 from memfit.tools.verify import Verification
@@ -54,8 +55,9 @@ def _(result: Sheet) -> list[Sheet]:
 
 @sheets.register(Comparison)
 @sheets.register(BatchSize)
+@sheets.register(EffectiveBatch)
 @sheets.register(LargestSize)
-def _(result: Comparison | BatchSize | LargestSize) -> list[Sheet]:
+def _(result: Comparison | BatchSize | EffectiveBatch | LargestSize) -> list[Sheet]:
     return result.sheets()
 
 

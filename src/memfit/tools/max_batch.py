@@ -13,8 +13,8 @@ to twice those of the largest batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +22,19 @@ from torch import nn
 
 from memfit import strategies
 from memfit.capture.loss.reading import LossFunction
-from memfit.capture.training_step import Capture, device_of
+from memfit.capture.training_step import device_of
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.proving import prove
 from memfit.compiler.request import Progress, Request
-from memfit.compiler.stages import capture_and_profile, plan_captured, resolve_budget
+from memfit.compiler.stages import resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
-from memfit.ir.tiers import Tier
-from memfit.planner.analysis.batch_scaling import difference, scaled
 from memfit.planner.finalize.variant_selection import leanest
-from memfit.planner.offload.model import has_room, peak_bytes, placed_on_tiers, swappable, swapping_step
+from memfit.planner.offload.model import placed_on_tiers, swappable, swapping_step
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
-from memfit.sim.simulator import simulate, simulate_baseline
+from memfit.sim.simulator import simulate
 from memfit.tables import Sheet, as_text
+from memfit.tools.batch_steps import BatchSteps, LowestOrder, baseline_peak, settled
 from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes, format_percent
 
@@ -164,12 +162,12 @@ def max_batch(
         raise SpecError(f"batch sizes go from start to limit, both from 1 on (start: {start}, limit: {limit})")
     strategies.check_name(strategy)
     request = Request(budget=budget, optimizer=optimizer, strategy=strategy, tiers=tiers, prove=prove)
-    steps = _Steps(model, make_args, make_loss, request, progress)
+    steps = BatchSteps(model, make_args, make_loss, request, progress)
     steps.capture(max(2, start))
     steps.capture(2 * max(2, start))
     budget_bytes = resolve_budget(budget, device_of(model), steps.at(start).static_bytes)
 
-    plain = _settled(steps, lambda: _largest(lambda b: _baseline_peak(steps.at(b)) <= budget_bytes, start, limit))
+    plain = settled(steps, lambda: _largest(lambda b: baseline_peak(steps.at(b)) <= budget_bytes, start, limit))
     planned, plan = _confirmed(steps, budget_bytes, max(start, plain), start, limit)
     points = sorted({planned, *([plain] if plain else []), *_powers(start, planned)})
     curve: list[BatchPoint] = []
@@ -180,7 +178,7 @@ def max_batch(
         curve.append(
             BatchPoint(
                 batch=batch,
-                plain_peak_bytes=_baseline_peak(steps.at(batch)),
+                plain_peak_bytes=baseline_peak(steps.at(batch)),
                 least_peak_bytes=lowest.peak_bytes(steps.at(batch)),
                 overhead=overhead,
             )
@@ -199,96 +197,6 @@ def max_batch(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lowest:
-    """An order with approximately the least peak of a strategy.
-
-    Attributes:
-        order: order of ops; None for the step without memfit.
-        placed: tiers of the swapped storages; second runs of their ops stand for transfers back.
-    """
-
-    order: list[int] | None
-    placed: Mapping[int, Tier]
-
-    def peak_bytes(self, graph: StepGraph) -> int:
-        """Peak of the order at a batch size whose step has the same ops."""
-        return _baseline_peak(graph) if self.order is None else peak_bytes(leanest(graph), self.order, self.placed)
-
-    def fits(self, graph: StepGraph, budget_bytes: int) -> bool:
-        """Whether the peak is within the budget and the tiers have space."""
-        return has_room(graph, self.placed) and self.peak_bytes(graph) <= budget_bytes
-
-
-class _Steps:
-    """The step of a model at any batch size."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        make_args: Callable[[int], Any],
-        make_loss: Callable[[int], LossFunction | None] | None,
-        request: Request,
-        progress: Progress | None,
-    ) -> None:
-        self.model, self.make_args, self.make_loss = model, make_args, make_loss
-        self.request, self.progress = request, progress
-        self.captured: dict[int, tuple[Capture, StepGraph]] = {}
-        self.lowest: dict[int, _Lowest] = {}
-        self.vary = False
-
-    def asked(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any], Request]:
-        """Inputs and request for one batch size."""
-        loss_fn = None if self.make_loss is None else self.make_loss(batch)
-        request = replace(self.request, loss_fn=loss_fn, label=f"{type(self.model).__name__} at batch {batch}")
-        return (*_inputs(self.make_args(batch)), request)
-
-    def capture(self, batch: int) -> StepGraph:
-        """Captures and profiles the step at one batch size."""
-        if batch not in self.captured:
-            args, kwargs, request = self.asked(batch)
-            here = capture_and_profile(self.model, args, kwargs, request, progress=self.progress)
-            if not self.vary:
-                self.vary = any(difference(here[1], graph) for _, graph in self.captured.values())
-            if self.vary:
-                log.info("the model runs other ops at other batch sizes; batch %d is captured", batch)
-            self.captured[batch] = here
-        return self.captured[batch][1]
-
-    def at(self, batch: int) -> StepGraph:
-        """The step at a batch size, captured or interpolated between the nearest captured ones."""
-        if batch in self.captured or self.vary:
-            return self.capture(batch)
-        below = max((b for b in self.captured if b < batch), default=min(self.captured))
-        above = min((b for b in self.captured if b > batch and b != below), default=0)
-        if not above:
-            below, above = min(self.captured), max(self.captured)
-        return scaled(self.captured[below][1], below, self.captured[above][1], above, batch)
-
-    def plan(self, batch: int, budget_bytes: int) -> CompiledPlan:
-        """Plans the step at a batch size, and proves the plan if requested."""
-        self.capture(batch)
-        capture, graph = self.captured[batch]
-        args, kwargs, request = self.asked(batch)
-        plan = plan_captured(self.model, args, kwargs, capture, graph, request, budget_bytes, progress=self.progress)
-        return prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
-
-
-def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    match made:
-        case (tuple() | list() as args, dict() as kwargs):
-            return tuple(args), dict(kwargs)
-        case dict():
-            return (), dict(made)
-        case tuple() | list():
-            return tuple(made), {}
-        case torch.Tensor():
-            return (made,), {}
-    raise SpecError(
-        f"make_args must return a tuple, a dict, or both as (tuple, dict) (returned: {type(made).__name__})"
-    )
-
-
 def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
     """The largest size from `start` to `limit` that fits, by doubling and bisection; 0 if `start` does not fit."""
     if not fits(start):
@@ -303,22 +211,11 @@ def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
     return low
 
 
-def _settled(steps: _Steps, search: Callable[[], int]) -> int:
-    """Repeats a search, each time with a capture at the size it found, until it finds a captured size."""
-    found = search()
-    for _ in range(_ROUNDS):
-        if found == 0 or found in steps.captured:
-            break
-        steps.capture(found)
-        found = search()
-    return found
-
-
-def _confirmed(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> tuple[int, CompiledPlan]:
+def _confirmed(steps: BatchSteps, budget_bytes: int, known: int, start: int, limit: int) -> tuple[int, CompiledPlan]:
     """The largest batch size whose step can be planned and, if asked for, run within the budget."""
     target = budget_bytes
     while True:
-        found = _settled(steps, lambda: _largest_planned(steps, target, min(known, limit), start, limit))  # noqa: B023
+        found = settled(steps, lambda: _largest_planned(steps, target, min(known, limit), start, limit))  # noqa: B023
         batch = max(found, start)
         try:
             return batch, steps.plan(batch, budget_bytes)
@@ -330,7 +227,7 @@ def _confirmed(steps: _Steps, budget_bytes: int, known: int, start: int, limit: 
             target, limit = target - missing, batch - 1
 
 
-def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> int:
+def _largest_planned(steps: BatchSteps, budget_bytes: int, known: int, start: int, limit: int) -> int:
     """The largest batch size at which the strategy is predicted to fit.
 
     If all sizes have the same graph, an order found at one size is valid at all sizes, so few orders are searched for.
@@ -356,7 +253,7 @@ def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, l
     return found
 
 
-def _lowest(steps: _Steps, batch: int, budget_bytes: int) -> _Lowest:
+def _lowest(steps: BatchSteps, batch: int, budget_bytes: int) -> LowestOrder:
     """An order with approximately the least peak of the strategy at a batch size.
 
     Raises:
@@ -364,15 +261,15 @@ def _lowest(steps: _Steps, batch: int, budget_bytes: int) -> _Lowest:
     """
     graph, strategy = leanest(steps.at(batch)), steps.request.strategy
     if strategy == "none":
-        return _Lowest(order=None, placed={})
+        return LowestOrder(order=None, placed={})
     if strategy != "auto":
         order, placed = strategies.order_and_swaps(strategy, graph, budget_bytes)
-        return _Lowest(order=order, placed=placed)
+        return LowestOrder(order=order, placed=placed)
     if batch not in steps.lowest:
-        lowest = _Lowest(order=least_order(graph), placed={})
+        lowest = LowestOrder(order=least_order(graph), placed={})
         if graph.tiers:
             placed = placed_on_tiers(graph, swappable(graph))
-            swapping = _Lowest(order=least_order(swapping_step(graph, placed)), placed=placed)
+            swapping = LowestOrder(order=least_order(swapping_step(graph, placed)), placed=placed)
             lowest = min(lowest, swapping, key=lambda one: one.peak_bytes(graph))
         steps.lowest[batch] = lowest
     return steps.lowest[batch]
@@ -387,10 +284,6 @@ def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | Non
     except BudgetError:
         return None
     return timeline.overhead if timeline.peak_bytes <= budget_bytes else None
-
-
-def _baseline_peak(graph: StepGraph) -> int:
-    return simulate_baseline(graph).peak_bytes
 
 
 def _powers(start: int, limit: int) -> list[int]:
