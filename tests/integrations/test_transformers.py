@@ -89,3 +89,23 @@ def test_a_model_that_fits_is_not_planned(tmp_path: Path) -> None:
     assert same(weights(fitted), plain)
     entry = fitted.state.log_history[0]
     assert entry["memfit/plans"] == 0 and entry["memfit/peak_predicted"] < 2**30 and "memfit/overhead" not in entry
+
+
+def test_the_micro_batch_of_an_effective_batch_is_set_before_training(tmp_path: Path) -> None:
+    from memfit.integrations.transformers import MemfitCallback, set_batch
+
+    fitted = trainer(tmp_path, MemfitCallback("5MiB", search_seconds=0.1))
+    found = set_batch(fitted, 12, "5MiB")
+    assert found.micro_batch * found.accumulation_steps == 12
+    assert 1 < found.micro_batch < 12
+    of_fitted = weights(fitted)
+    plain = trainer(tmp_path)
+    plain.args.per_device_train_batch_size = found.micro_batch
+    plain.args.gradient_accumulation_steps = found.accumulation_steps
+    plain.accelerator.gradient_accumulation_steps = found.accumulation_steps
+    assert same(of_fitted, weights(plain))
+    assert fitted.state.global_step == plain.state.global_step == 2
+    plan = fitted.state.log_history[0]
+    assert plan["memfit/peak_predicted"] <= 5 * 2**20
+    with pytest.raises(memfit.BudgetError):
+        set_batch(trainer(tmp_path), 12, "1MiB")

@@ -363,10 +363,10 @@ class Fitted:
 
     def _without_loss(self, request: Request, error: LossError) -> Request:
         """The request for a later batch, for which a loss that is bound to the targets of one batch cannot be used."""
-        log.warning(
-            "loss_fn cannot be used to plan for these inputs (%s); planning as if gradients arrived where they did "
-            "before; a loss_fn that reads the current targets lets memfit plan with it",
-            error,
+        self.tell(
+            "loss",
+            f"is planned without its loss_fn, which cannot be used to plan for these inputs ({error}); gradients are "
+            "taken to arrive where they did before; a loss_fn that reads the current targets lets memfit plan with it",
         )
         earlier = self.latest
         before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None

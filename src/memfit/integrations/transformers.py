@@ -14,12 +14,16 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from memfit.api import fit, release
+from memfit.api import EffectiveBatch, effective_batch, fit, release
+from memfit.capture.state.snapshot import preserved
+from memfit.errors import SpecError
 from memfit.integrations.figures import figures
 
-__all__ = ["MemfitCallback", "attach"]
+__all__ = ["MemfitCallback", "attach", "set_batch"]
 
 log = logging.getLogger(__name__)
+
+_FIRST_SAMPLES = 1_000
 
 
 class MemfitCallback(TrainerCallback):
@@ -51,6 +55,53 @@ class MemfitCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         """Restores the model's own call."""
         release(model)
+
+
+def set_batch(trainer: Trainer, samples: int, budget: int | str = "auto") -> EffectiveBatch:
+    """Sets a trainer's micro-batch and accumulation steps so that an effective batch takes the least time.
+
+    Call it before `trainer.train()`. Samples of the training set are put together as the trainer does it; the longest
+    of the first thousand come first, since memory depends on them.
+
+    Args:
+        trainer: of transformers, with a training set that has a length.
+        samples: the effective batch of all processes together.
+        budget: as for `memfit.fit`.
+
+    Returns:
+        The ways to divide the effective batch, and the one that was set.
+
+    Raises:
+        BudgetError: if not even single samples fit.
+        SpecError: if the processes cannot share the samples equally.
+    """
+    processes = trainer.args.world_size
+    if samples % processes:
+        raise SpecError(f"{samples} samples cannot be shared by {processes} processes; take a multiple of {processes}")
+    model: Any = trainer.model
+    dataset: Any = trainer.train_dataset
+    collate = trainer.get_train_dataloader().collate_fn
+
+    def inputs(batch: int) -> dict[str, Any]:
+        made: dict[str, Any] = trainer._prepare_inputs(collate([first[place % len(first)] for place in range(batch)]))
+        return made
+
+    with preserved(model):  # random numbers included
+        first = [dataset[place] for place in range(min(len(dataset), _FIRST_SAMPLES))]
+        first.sort(key=_length, reverse=True)
+        model.train()
+        optimizer = trainer.create_optimizer()
+        found = effective_batch(model, inputs, samples=samples // processes, budget=budget, optimizer=optimizer)
+    trainer.args.per_device_train_batch_size = found.micro_batch
+    trainer.args.gradient_accumulation_steps = found.accumulation_steps
+    trainer.accelerator.gradient_accumulation_steps = found.accumulation_steps
+    return found
+
+
+def _length(sample: Any) -> int:
+    """Elements of the first entry of a sample, such as the words of a text."""
+    first = next(iter(sample.values()), ()) if isinstance(sample, dict) else sample
+    return int(first.numel()) if hasattr(first, "numel") else len(first) if hasattr(first, "__len__") else 0
 
 
 def attach(trainer: Trainer, budget: int | str = "auto", **options: Any) -> MemfitCallback:

@@ -2,7 +2,8 @@
 
 An optimizer step on 256 samples is 256 samples at once, or 4 times 64 with gradients added up. Small micro-batches need
 no recomputation, and large ones use the device better. So each divisor of the effective batch is planned within the
-budget, by prediction, and the one with the least predicted time is taken. Steps after the first of an effective batch
+budget, by prediction, and the one with the least predicted time is taken. The step is captured at
+two sizes and at those that seem fastest, and interpolated at the others. Steps after the first of an effective batch
 find gradients in memory, which count.
 
 Known limits: a model with batch normalisation computes other statistics on micro-batches. The time of the optimizer is
@@ -11,7 +12,8 @@ the same for all and does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +35,7 @@ from memfit.units import format_bytes, format_percent, format_seconds
 __all__ = ["EffectiveBatch", "MicroBatch", "effective_batch"]
 
 _SEARCH_SECONDS = 1.0
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +153,46 @@ def effective_batch(
     steps.capture(4)
     budget_bytes = resolve_budget(budget, device_of(model), steps.at(2).static_bytes)
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
+    ways = _ways(steps, divisors, budget_bytes, gradient_bytes)
+    for _ in range(_ROUNDS):
+        best = min(ways, key=_time)
+        if best.batch in steps.captured:
+            break
+        steps.capture(best.batch)  # what was interpolated so far is now known
+        ways = _ways(steps, divisors, budget_bytes, gradient_bytes)
+    best = min(ways, key=_time)
+    assert best.peak_bytes is not None and best.seconds is not None
+    return EffectiveBatch(
+        label=type(model).__name__,
+        budget_bytes=budget_bytes,
+        samples=samples,
+        micro_batch=best.batch,
+        accumulation_steps=best.accumulation_steps,
+        predicted_peak_bytes=best.peak_bytes,
+        predicted_seconds=best.seconds,
+        ways=tuple(ways),
+    )
+
+
+def _time(way: MicroBatch) -> tuple[float, int]:
+    """What the ways are compared by: their time, then few passes."""
+    return (math.inf if way.seconds is None else way.seconds), way.accumulation_steps
+
+
+def _ways(steps: BatchSteps, divisors: Sequence[int], budget_bytes: int, gradient_bytes: int) -> list[MicroBatch]:
+    """The ways to make an effective batch, planned.
+
+    Raises:
+        BudgetError: if none fits.
+    """
+    samples = divisors[-1]
     ways: list[MicroBatch] = []
     failure: BudgetError | None = None
     for number, batch in enumerate(divisors):
         if failure is not None and batch < samples:
             continue  # it takes more than one that does not fit
-        if progress is not None:
-            progress(f"micro-batch {batch}", number, len(divisors))
+        if steps.progress is not None:
+            steps.progress(f"micro-batch {batch}", number, len(divisors))
         graph, accumulation_steps = steps.at(batch), samples // batch
         if batch < samples:
             graph = graph.beside("gradients of earlier micro-batches", gradient_bytes, ResidentKind.GRADIENT)
@@ -169,21 +205,6 @@ def effective_batch(
             seconds = timeline.step_seconds * accumulation_steps
             way = replace(way, peak_bytes=timeline.peak_bytes, seconds=seconds, overhead=timeline.overhead)
         ways.append(way)
-    if progress is not None:
-        progress("micro-batches", len(divisors), len(divisors))
-    fitting = [(way.seconds, -way.batch, way) for way in ways if way.seconds is not None]
-    if not fitting:
-        assert failure is not None
+    if failure is not None and all(way.seconds is None for way in ways):
         raise failure
-    seconds, _, best = min(fitting)
-    assert best.peak_bytes is not None
-    return EffectiveBatch(
-        label=type(model).__name__,
-        budget_bytes=budget_bytes,
-        samples=samples,
-        micro_batch=best.batch,
-        accumulation_steps=best.accumulation_steps,
-        predicted_peak_bytes=best.peak_bytes,
-        predicted_seconds=seconds,
-        ways=tuple(ways),
-    )
+    return ways
