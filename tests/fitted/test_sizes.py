@@ -391,3 +391,42 @@ def test_another_form_of_the_same_call_and_nones_are_carried_over() -> None:
         for optimizer in trained.optimizers:
             optimizer.zero_grad()
         assert calls.latest is not None and is_carried(calls.latest) == (len(arguments) > 1)
+
+
+@torch.library.custom_op("memfit_tests::hungry", mutates_args=())
+def hungry(x: Tensor) -> Tensor:
+    """Takes far more memory for many rows than for few: what is measured for few does not tell."""
+    made = x * 2
+    if x.shape[0] > 100:
+        made += torch.ones(60 << 20).mean() * 0  # 240 MiB
+    return made
+
+
+@hungry.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+hungry.register_autograd(lambda context, gradient: gradient * 2)
+
+
+class Hungry(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        made: Tensor = hungry(x)
+        return made.square().mean()
+
+
+def test_a_step_that_takes_more_than_was_scaled_is_told_and_planned_from_the_start(told: list[str]) -> None:
+    trained = Trained(Hungry(), 40 << 20)
+    for rows in (96, 90, 120, 120):
+        torch.manual_seed(rows)
+        trained.step((torch.randn(rows, 64),))
+    assert is_carried(trained.plan_of((torch.randn(90, 64),)))
+    assert any("whose plan was made from that of another size" in line for line in told)
+    assert any("takes more than its budget" in line for line in told)

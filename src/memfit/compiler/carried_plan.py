@@ -7,9 +7,9 @@ the known orders that fits is used.
 
 Idea: ours; compilers with symbolic shapes reuse kernels in this way, not plans.
 
-Known limits: a short search without measurements is made where no known order fits. Steps in tiles, steps of sharded
-modules and steps that do not run the same ops are planned from the start. Such a plan is not proved by a run of its
-own: its ops and its way to run them are those of a plan that was.
+Known limits: a short search without measurements is made where no known order fits, or the step runs other ops. Steps
+in tiles and steps of sharded modules are planned from the start. Such a plan is not proved by a run of its own: its ops
+and its way to run them are those of a plan that was, and its first steps are watched.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class KnownSizes:
 
 def carried_plan(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, known: KnownSizes
-) -> tuple[CompiledPlan, bool] | None:
+) -> tuple[CompiledPlan, SymbolicCall | None] | None:
     """A plan for a call, with the decisions of plans for calls of other sizes.
 
     Args:
@@ -106,8 +106,8 @@ def carried_plan(
         known: what is known of other sizes.
 
     Returns:
-        The plan, and whether it is the first of a call for many sizes, so that it is to be proved; None if the step is
-        to be planned from the start.
+        The plan, and the call for many sizes that it is the first plan of, if it is, so that it is to be proved; None
+        if the step is to be planned from the start.
     """
     usable = [plan for plan in known.plans if plan.planned is not None and not plan.is_tiled]
     if not usable or request.tiles or request.strategy != "auto" or is_sharded(model):
@@ -135,10 +135,10 @@ def _carried(
     request: Request,
     usable: Sequence[CompiledPlan],
     calls: SymbolicCalls,
-) -> tuple[CompiledPlan, bool] | None:
+) -> tuple[CompiledPlan, SymbolicCall | None] | None:
     device = device_of(model)
     cache = open_cache(device)
-    capture, is_first = _captured(model, args, kwargs, request, usable, calls, cache)
+    capture, first_of = _captured(model, args, kwargs, request, usable, calls, cache)
     costs = _costs(usable, capture, device, cache)
     if costs is None:
         log.info("no known step was measured")
@@ -156,7 +156,7 @@ def _carried(
             step = replace(capture, graph=graph), graph
             plan = planned_step(model, args, kwargs, step, request, budget_bytes, program)
             assert plan.planned is not None
-            return replace(plan, planned=replace(plan.planned, is_measured=False)), is_first
+            return replace(plan, planned=replace(plan.planned, is_measured=False)), first_of
     log.info("ops of the chosen programs do not have the same bits in chunks")
     return None
 
@@ -169,23 +169,23 @@ def _captured(
     usable: Sequence[CompiledPlan],
     calls: SymbolicCalls,
     cache: CostCache,
-) -> tuple[Capture, bool]:
-    """The captured step, and whether it is the first of a call for many sizes."""
+) -> tuple[Capture, SymbolicCall | None]:
+    """The captured step, and the call for many sizes that it is the first step of, if it is."""
     same = _captured_before(model, args, kwargs, request, usable)
     if same is not None:
-        return same, False
+        return same, None
     nearest = usable[0].planned
     assert nearest is not None
     optimizer = nearest.capture.optimizer if nearest.request.optimizer is request.optimizer else None
     captured = functools.partial(captured_for, model, args, kwargs, request, cache, optimizer=optimizer)
     breaks = any(plan.planned.capture.subgraphs.breaks for plan in usable if plan.planned is not None)
     if breaks or not request.capture.decide:
-        return captured(), False
+        return captured(), None
     calls.made[:] = [call for call in calls.made if not call.is_broken]
     now, leaves = signature(model, args, kwargs), pytree.tree_leaves((args, kwargs))
     for call in [call for call in calls.made if call.serves(now, leaves)]:
         try:
-            return captured(symbolic=call), False
+            return captured(symbolic=call), None
         except NotOfSizesError as error:
             log.debug("a call for many sizes does not serve these: %s", error)
     varying = _varying(now, leaves, usable, calls.made)
@@ -199,8 +199,8 @@ def _captured(
             log.info("each size is captured by itself: %s", error)
         else:
             calls.made[:] = [call, *calls.made][:_MOST_SYMBOLIC]
-            return capture, True
-    return captured(), False
+            return capture, call
+    return captured(), None
 
 
 def _captured_before(

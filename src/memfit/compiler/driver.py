@@ -17,14 +17,17 @@ from torch import nn
 
 from memfit import strategies
 from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
+from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import told_plainly
 from memfit.capture.state.detached_inputs import detached
+from memfit.capture.state.input_signature import signature
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.carried_plan import KnownSizes, carried_plan
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.plan_cache import keep_plan, kept_plan
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
 from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
@@ -94,14 +97,33 @@ def make_plan(
             proving_step(model, args, kwargs, request, state).plain()
 
     with told_plainly(model, baseline_step), planning_backward(in_autocast=request.backward_in_autocast):
-        carried = None if known is None else carried_plan(model, args, kwargs, request, known)
-        if carried is None:
-            plan = _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
-        else:
-            plan, is_first = carried
-            if is_first and request.prove:
-                plan = prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
+        carried = None if known is None else _carried(model, args, kwargs, request, known, progress, keep_call)
+        plan = carried or _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
     return plan if keep_call else _without_call(plan)
+
+
+def _carried(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    known: KnownSizes,
+    progress: Progress | None,
+    keep_call: bool,
+) -> CompiledPlan | None:
+    """The plan with the decisions of other sizes; the first one of a call for many sizes is proved."""
+    found = carried_plan(model, args, kwargs, request, known)
+    if found is None:
+        return None
+    plan, first_of = found
+    if first_of is None or not request.prove:
+        return plan
+    try:
+        return prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
+    except (BudgetError, ExactnessError) as error:
+        log.info("the plan of another size does not serve, so that this size is planned from the start: %s", error)
+        first_of.is_broken = True
+        return None
 
 
 def _without_call(plan: CompiledPlan) -> CompiledPlan:
@@ -178,12 +200,20 @@ def plan_profiled(
     Raises:
         BudgetError: if no plan fits.
     """
+    device = device_of(model)
+    keeps = request.plain and request.prove and not is_sharded(model)
 
     def made(of: Step) -> CompiledPlan:
+        known = kept_plan(of, request, budget_bytes, device, signature(model, args, kwargs)) if keeps else None
+        if known is not None:
+            return known
         plan = plan_captured(model, args, kwargs, *of, request, budget_bytes, progress=progress)
         if not request.prove:
             return plan
-        return prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
+        plan = prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
+        if keeps:
+            keep_plan(plan, device)
+        return plan
 
     errors: list[BudgetError] = []
 

@@ -33,7 +33,7 @@ from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError
 from memfit.fitted.held_outputs import HeldOutputs
 from memfit.fitted.opaque import not_traced, undisturbed
 from memfit.fitted.plain_calls import nothing_to_train, transformed
-from memfit.fitted.plain_steps import PlainSteps
+from memfit.fitted.plain_steps import PlainStep, PlainSteps, step_of
 from memfit.fitted.plan_from_file import verified
 from memfit.fitted.training_loops import Loops, TogetherError
 from memfit.fitted.variants import Variants, decides
@@ -83,6 +83,7 @@ class Fitted:
         told: warnings that were given.
         gives_up: whether a module that cannot be planned at its first call runs as it is, instead of an error.
         symbolic: calls of the module that were compiled for many sizes.
+        carried: the steps whose plans were made from those of other sizes; their first runs are watched.
         seen: signatures of calls so far.
         most_plans: maximum number of plans; each takes about 10 MiB of host memory for a GPT-2 of 6 layers.
     """
@@ -107,6 +108,7 @@ class Fitted:
     told: set[str] = field(default_factory=set)
     gives_up: bool = False
     symbolic: SymbolicCalls = field(default_factory=SymbolicCalls)
+    carried: dict[Signature, PlainStep] = field(default_factory=dict)
     seen: set[Signature] = field(default_factory=set)
     most_plans: int = 64
 
@@ -181,8 +183,18 @@ class Fitted:
 
     def _end_watch(self, model: nn.Module) -> None:
         """Ends the watch of the step before, which ran without a plan, when the module is called again."""
+        key = None if self.fitting.watch is None else self.fitting.watch.key
         peak_bytes = self.fitting.end(device_of(model))
-        if peak_bytes:
+        if peak_bytes and key in self.plans:
+            assert key is not None
+            self.stale.add(key)
+            self.changed.add(key)
+            self.tell(
+                f"more than scaled {key}",
+                f"took {format_bytes(peak_bytes)} in a step whose plan was made from that of another size, more than "
+                "predicted and more than its budget; the next such step is planned from the start",
+            )
+        elif peak_bytes:
             self.tell(
                 "over without a plan",
                 f"took {format_bytes(peak_bytes)} in a step without a plan, more than predicted and more than its "
@@ -202,6 +214,8 @@ class Fitted:
         return step is not None
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
+        if key in self.carried:
+            self.fitting.begin(key, self.carried[key], device_of(model))
         here = self.loops.begin(key, type(model).__name__)
         output = call.recorded(here, args, kwargs)
         self.loops.add(here)
@@ -317,7 +331,7 @@ class Fitted:
     def _of_other_sizes(self, key: Signature) -> KnownSizes | None:
         """The steps whose decisions a plan for these inputs may take over; None if it is planned from the start."""
         present = self.plans.get(key)
-        if key in self.changed or (present is not None and present.measured_peak_bytes is not None):
+        if key in self.changed or (present is not None and key not in self.carried):
             return None
         plans = [self.plans[other] for other in nearest(key, self.plans)]
         return KnownSizes(plans=plans, calls=self.symbolic) if plans else None
@@ -379,6 +393,10 @@ class Fitted:
         if call is None:
             with planning_backward(in_autocast=plan.planned.request.backward_in_autocast):
                 call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
+        if plan.planned.is_measured:
+            self.carried.pop(key, None)
+        else:
+            self.carried[key] = step_of(plan)
         self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         self.stale.discard(key)
@@ -388,10 +406,10 @@ class Fitted:
         return call
 
     def _forget(self, present: Signature) -> None:
-        """Drops the plan that was not used for longest; plans whose ops were measured stay if others can go."""
-        carried = [key for key, plan in self.plans.items() if plan.planned is None or not plan.planned.is_measured]
-        oldest = next(key for key in [*carried, *self.plans] if key != present)
+        """Drops the plan that was not used for longest, of those that were made from others if there are any."""
+        oldest = next(key for key in [*filter(self.carried.__contains__, self.plans), *self.plans] if key != present)
         del self.plans[oldest], self.calls[oldest]
+        self.carried.pop(oldest, None)
         self.seen.discard(oldest)
         self.tell(
             "forgets",

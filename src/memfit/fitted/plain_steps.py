@@ -38,7 +38,7 @@ from memfit.ir.program import Program
 from memfit.profiling.baseline_peak import BaselinePeak, counted_step
 from memfit.torch_compat.core import pytree
 
-__all__ = ["PlainStep", "PlainSteps"]
+__all__ = ["PlainStep", "PlainSteps", "step_of"]
 
 _MARGIN = {"cpu": 0.02, "cuda": 0.1}
 """Share of the predicted peak by which the budget must exceed it: on a GPU, workspaces of kernels are not counted."""
@@ -95,6 +95,19 @@ class PlainStep:
             fingerprint={},
             graph_digest="",
         )
+
+
+def step_of(plan: CompiledPlan) -> PlainStep:
+    """The memory of a planned step, to be watched like that of a step without a plan."""
+    assert plan.planned is not None
+    return PlainStep(
+        label=plan.label,
+        budget_bytes=plan.budget_bytes,
+        predicted_bytes=plan.predicted.peak_bytes,
+        is_bound=False,
+        there_bytes=plan.planned.graph.static_bytes,
+        reads_values=False,
+    )
 
 
 @dataclass(slots=True)

@@ -1,0 +1,104 @@
+"""Plans on disk, so that the next run of a script does not search and prove again.
+
+A plan is kept under a digest of everything that it depends on: the captured step, the budget, what the request allows,
+and the machine, as for measured costs. The files are plan files (`memfit.ir.plan_file`): data that is validated,
+readable by their owner only. They are kept in `$MEMFIT_CACHE`, or the user's cache directory, up to 256 MiB; the files
+that were used least recently go first.
+
+Known limits: the step is captured in each run, since its graph holds code; a plan from disk has no proof of this run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from memfit.capture.state.input_signature import Signature
+from memfit.capture.training_step import Capture
+from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.request import Planned, Request
+from memfit.errors import MemfitError
+from memfit.ir.graph import StepGraph
+from memfit.ir.plan_file import SCHEMA_VERSION
+from memfit.ir.serialization import graph_digest
+from memfit.profiling.cost_cache import cache_directory, machine_name
+from memfit.sim.simulator import simulate
+from memfit.sim.verifier import check
+
+__all__ = ["drop_oldest", "keep_plan", "kept_plan"]
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 256 << 20
+
+
+def kept_plan(
+    step: tuple[Capture, StepGraph], request: Request, budget_bytes: int, device: torch.device, signature: Signature
+) -> CompiledPlan | None:
+    """The plan of an earlier run for the same step; None if there is none.
+
+    Args:
+        step: the captured step and its graph with costs.
+        request: what the plan must fulfil.
+        budget_bytes: peak of the whole step.
+        device: where it runs.
+        signature: signature of the call.
+    """
+    capture, graph = step
+    path = _path(graph, request, budget_bytes, device)
+    try:
+        plan = CompiledPlan.load(path)
+        check(graph, plan.program)
+        fits = simulate(graph, plan.program).peak_bytes <= budget_bytes
+    except FileNotFoundError:
+        return None
+    except (OSError, MemfitError) as error:
+        log.warning("ignoring the plan in %s: %s", path, error)
+        return None
+    if not fits or plan.graph_digest != graph_digest(graph):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # files that were used last stay
+    log.info("the plan of an earlier run, %s, is used", path)
+    planned = Planned(capture=capture, graph=graph, request=request, signature=signature)
+    return replace(plan, budget_bytes=budget_bytes, planned=planned)
+
+
+def keep_plan(plan: CompiledPlan, device: torch.device) -> None:
+    """Writes a plan to disk; a disk that cannot be written is told, and no error."""
+    assert plan.planned is not None
+    path = _path(plan.planned.graph, plan.planned.request, plan.budget_bytes, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder, path.name)
+            plan.save(written)
+            written.replace(path)
+        drop_oldest(path.parent, _MOST_BYTES)
+    except (OSError, MemfitError) as error:
+        log.warning("the plan is not kept for later runs: %s", error)
+
+
+def _path(graph: StepGraph, request: Request, budget_bytes: int, device: torch.device) -> Path:
+    allowed = (request.strategy, request.levers, request.tiers, request.exact, request.search_seconds)
+    of_step = (graph_digest(graph), graph.static_bytes, graph.after_step_bytes, budget_bytes)
+    facts = json.dumps([SCHEMA_VERSION, machine_name(device), allowed, of_step])
+    return cache_directory() / "plans" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json"
+
+
+def drop_oldest(folder: Path, most_bytes: int) -> None:
+    """Removes the plans that were used least recently, until the others take no more than a number of bytes."""
+    found = sorted(((path.stat(), path) for path in folder.glob("*.json")), key=lambda one: -one[0].st_mtime_ns)
+    total = 0
+    for state, path in found:
+        total += state.st_size
+        if total > most_bytes:
+            path.unlink(missing_ok=True)
