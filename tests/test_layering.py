@@ -16,7 +16,7 @@ import memfit
 
 ROOT = Path(memfit.__file__).parent
 ROOMS = (
-    *("errors", "units", "tables", "ir", "sim", "refusals", "planner", "strategies"),
+    *("errors", "units", "tables", "feedback", "ir", "sim", "refusals", "planner", "strategies"),
     *(
         "torch_compat",
         "bits",

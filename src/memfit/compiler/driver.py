@@ -32,6 +32,7 @@ from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
 from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
+from memfit.feedback import told_meanwhile
 from memfit.planner.effort import search_limit
 from memfit.planner.offload.streaming_search import least_streaming
 from memfit.refusals import advised, refused
@@ -71,7 +72,7 @@ def make_plan(
         args: positional inputs.
         kwargs: keyword inputs.
         request: budget and other requirements.
-        progress: called with the progress.
+        progress: called with the progress; without it, `memfit.feedback` tells.
         keep_call: whether the plan is applied to this module next; it then reuses the call that the proving run
             compiled.
         known: what is known of the module's steps for inputs of other sizes, whose decisions a plan may take over.
@@ -96,9 +97,13 @@ def make_plan(
         with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
             proving_step(model, args, kwargs, request, state).plain()
 
-    with told_plainly(model, baseline_step), planning_backward(in_autocast=request.backward_in_autocast):
-        carried = None if known is None else _carried(model, args, kwargs, request, known, progress, keep_call)
-        plan = carried or _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+    with (
+        told_plainly(model, baseline_step),
+        planning_backward(in_autocast=request.backward_in_autocast),
+        told_meanwhile(request.label or type(model).__name__, progress) as tell,
+    ):
+        carried = None if known is None else _carried(model, args, kwargs, request, known, tell, keep_call)
+        plan = carried or _made(model, args, kwargs, request, progress=tell, keep_call=keep_call)
     return plan if keep_call else _without_call(plan)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.capture.loss.reading import LossFunction
@@ -11,13 +10,11 @@ from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import DEFAULT_OPTIONS, CaptureOptions
 from memfit.capture.state.input_signature import Signature
 from memfit.capture.training_step import Capture
+from memfit.feedback import Progress
 from memfit.ir.graph import StepGraph
 from memfit.runtime.executable import PlannedCall
 
 __all__ = ["Planned", "Progress", "Request"]
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the phase, the amount of work done and the total amount."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
