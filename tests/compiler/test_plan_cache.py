@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.compiler.plan_cache import drop_oldest
+from memfit.compiler.plan_cache import drop_oldest, is_known_to_need_a_plan
+from memfit.compiler.request import Request
 from memfit.fitted.plan import Plan
 
 _BUDGET = 500_000
@@ -55,18 +56,27 @@ def fitted(budget: int = _BUDGET) -> Plan:
 def test_the_next_run_takes_the_plan_from_the_disk(folder: Path) -> None:
     first = fitted()
     assert first.proof is not None and not first.is_plain
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.json")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
     second = fitted()
     assert second.proof is None and second.program == first.program
     assert second.predicted == first.predicted and second.budget_bytes == _BUDGET
-    assert list(folder.iterdir()) == [path]
+    assert list(folder.glob("*.json")) == [path]
+
+
+def test_the_next_run_does_not_count_the_baseline_step_again(folder: Path) -> None:
+    x, request = torch.randn(256, 64), Request(budget=_BUDGET, plain=True)
+    assert not is_known_to_need_a_plan(Net(), (x,), {}, request, _BUDGET)
+    fitted()
+    assert is_known_to_need_a_plan(Net(), (x,), {}, request, _BUDGET)
+    assert not is_known_to_need_a_plan(Net(), (x,), {}, request, 2 * _BUDGET)
+    assert fitted(2**30).is_plain
 
 
 def test_another_budget_is_another_plan(folder: Path) -> None:
     fitted()
     assert fitted(_BUDGET + 50_000).proof is not None
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.glob("*.json"))) == 2
 
 
 def test_who_asks_for_a_plan_gets_a_new_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +87,7 @@ def test_who_asks_for_a_plan_gets_a_new_one(folder: Path, monkeypatch: pytest.Mo
 
 def test_damaged_files_and_wrong_programs_are_told_and_replaced(folder: Path, told: list[str]) -> None:
     fitted()
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.json")
     whole = path.read_text()
     for damaged in (whole[:100], whole.replace('["c",', '["f",', 1), "{}"):
         path.write_text(damaged)

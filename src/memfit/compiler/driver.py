@@ -27,7 +27,7 @@ from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.carried_plan import KnownSizes, carried_plan
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.plan_cache import keep_plan, kept_plan
+from memfit.compiler.plan_cache import keep_plan, kept_plan, note_need_of_a_plan
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
 from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
@@ -218,6 +218,7 @@ def plan_profiled(
         plan = prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
         if keeps:
             keep_plan(plan, device)
+            note_need_of_a_plan(model, args, kwargs, plan)
         return plan
 
     errors: list[BudgetError] = []

@@ -18,13 +18,16 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.capture.state.input_signature import Signature
 from memfit.capture.training_step import Capture
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Planned, Request
+from memfit.compiler.stages import fingerprint
 from memfit.errors import MemfitError
 from memfit.ir.graph import StepGraph
 from memfit.ir.plan_file import SCHEMA_VERSION
@@ -33,7 +36,7 @@ from memfit.profiling.cost_cache import cache_directory, machine_name
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
 
-__all__ = ["drop_oldest", "keep_plan", "kept_plan"]
+__all__ = ["drop_oldest", "is_known_to_need_a_plan", "keep_plan", "kept_plan", "note_need_of_a_plan"]
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +88,24 @@ def keep_plan(plan: CompiledPlan, device: torch.device) -> None:
         drop_oldest(path.parent, _MOST_BYTES)
     except (OSError, MemfitError) as error:
         log.warning("the plan is not kept for later runs: %s", error)
+
+
+def is_known_to_need_a_plan(model: nn.Module, args: Any, kwargs: Any, request: Request, budget_bytes: int) -> bool:
+    """Whether an earlier run made a plan for such a call, so that nobody needs to count its baseline step."""
+    return _mark(model, args, kwargs, request, budget_bytes).exists()
+
+
+def note_need_of_a_plan(model: nn.Module, args: Any, kwargs: Any, plan: CompiledPlan) -> None:
+    """Notes that a call needs a plan."""
+    assert plan.planned is not None
+    with contextlib.suppress(OSError):
+        _mark(model, args, kwargs, plan.planned.request, plan.budget_bytes).touch(mode=0o600)
+
+
+def _mark(model: nn.Module, args: Any, kwargs: Any, request: Request, budget_bytes: int) -> Path:
+    optimizer = type(request.whole_optimizer).__qualname__
+    facts = json.dumps([fingerprint(model, args, kwargs), budget_bytes, optimizer, request.beside_bytes])
+    return cache_directory() / "plans" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.needed"
 
 
 def _path(graph: StepGraph, request: Request, budget_bytes: int, device: torch.device) -> Path:

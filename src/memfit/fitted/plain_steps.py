@@ -31,6 +31,7 @@ from memfit.capture.residents import storage_bytes
 from memfit.capture.state.input_signature import Signature, is_larger
 from memfit.capture.training_step import device_of
 from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.plan_cache import is_known_to_need_a_plan
 from memfit.compiler.request import Request
 from memfit.compiler.stages import resolve_budget
 from memfit.ir.plan_file import Prediction
@@ -200,6 +201,10 @@ def predicted(model: nn.Module, args: Any, kwargs: Any, request: Request) -> Pla
     device = device_of(model)
     if isinstance(model, OneGraph) or is_sharded(model) or device.type not in _MARGIN:
         return None
+    if request.budget != "auto":
+        asked_bytes = resolve_budget(request.budget, device)
+        if is_known_to_need_a_plan(model, args, kwargs, request, asked_bytes):
+            return None
     count = functools.partial(counted_step, model, args, kwargs, request.loss_fn, device.type, runs=1)
     counted = count(workspaces=False)
     if counted is None:
