@@ -87,7 +87,7 @@ def test_a_plan_normalises_again_without_new_statistics() -> None:
 
 
 def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.profiling.profiler.recompute_costs", lambda *_: Costs(variants=()))
+    monkeypatch.setattr("memfit.profiling.measurements.recompute_costs", lambda *_: Costs(variants=()))
     torch.manual_seed(0)
     model, x = convolutions(), torch.randn(4, 8, 16, 15)
     graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
@@ -99,7 +99,7 @@ def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.M
 
 def test_where_the_bits_differ_read_statistics_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instance normalisation averages the new running statistics of all samples."""
-    monkeypatch.setattr("memfit.profiling.profiler.recompute_costs", lambda *_: Costs(variants=()))
+    monkeypatch.setattr("memfit.profiling.measurements.recompute_costs", lambda *_: Costs(variants=()))
     torch.manual_seed(0)
     norm = nn.InstanceNorm2d(8, track_running_stats=True)
     model = nn.Sequential(nn.Conv2d(8, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))

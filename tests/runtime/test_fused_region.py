@@ -204,7 +204,7 @@ def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monk
 
 
 def test_where_the_bits_differ_ops_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.profiling.profiler.costs_in_slices", lambda *_: ())
+    monkeypatch.setattr("memfit.profiling.measurements.costs_in_slices", lambda *_: ())
     torch.manual_seed(0)
     _, graph = capture_and_profile(residual(1), (torch.randn(4, 3, 22, 22),), {}, Request(budget=1, loss_fn=loss_fn))
     assert all(op.later.by_slices is None for op in graph.ops)

@@ -56,6 +56,20 @@ def failures_have_classes() -> None:
     assert isinstance(caught.value, compiler.TorchDynamoException)
 
 
+@uses("symbol_config", "decorators")
+def marked_sizes_become_symbols_of_their_own() -> None:
+    marked = torch.ones(5, 5, 3)
+    compiler.decorators.maybe_mark_dynamic(marked, [0, 1])
+    assert {"_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"} <= vars(marked).keys()
+    with compiler.symbol_config.patch(use_duck_shape=False):
+        call, graphs = compiled(lambda value: value * 2)
+        call(marked)
+    shapes = [node.meta["example_value"] for node in graphs[0].find_nodes(op="placeholder")]
+    rows, columns, width = next(value for value in shapes if isinstance(value, torch.Tensor)).shape
+    assert isinstance(rows, torch.SymInt) and isinstance(columns, torch.SymInt) and width == 3
+    assert rows.node.expr != columns.node.expr and rows.node.has_hint() and rows.node.hint == 5
+
+
 @uses("dynamo_config", "inductor_config")
 def options_are_patched() -> None:
     names = ("recompile_limit", "accumulated_recompile_limit", "capture_scalar_outputs", "trace_numpy")

@@ -25,7 +25,7 @@ from memfit.ops.kernels.dropout import masked
 from memfit.ops.registry import sums_of
 from memfit.passes.dropout_split import split_dropout
 from memfit.passes.fused_cross_entropy import rewrite_by_rows
-from memfit.profiling.profiler import _measurement
+from memfit.profiling.measurements import _measurement
 from tests.ops.tiling.test_rules import call_on
 
 _BATCH, _LENGTH, _WIDTH = 6, 5, 8

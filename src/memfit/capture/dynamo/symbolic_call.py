@@ -71,7 +71,6 @@ class SymbolicCall:
         varying: the sizes, by place of an input among the leaves of the arguments.
         call: takes the arguments of the module; its one graph runs by what serves the call.
         graph: the graph; its inputs are fake tensors with symbols.
-        kept: places of its operands that are no sizes.
         decisions: what was decided by values while it was made.
         given: pairs of the place of an input among the leaves of the arguments, and among the inputs of the graph.
         traces: joint graphs with symbols, with their surroundings.
@@ -83,7 +82,6 @@ class SymbolicCall:
     varying: Mapping[int, Sequence[int]]
     call: Callable[..., Any] = field(init=False)
     graph: DynamoGraph | None = None
-    kept: tuple[int, ...] = ()
     decisions: list[Decision] = field(default_factory=list)
     given: tuple[tuple[int, int], ...] = ()
     traces: list[tuple[Surroundings, bool, KeptTrace]] = field(default_factory=list)
@@ -108,14 +106,13 @@ class SymbolicCall:
         mode = self.graph.context.fake_mode
         assert mode is not None, "Dynamo makes fake tensors"
         bound_symbols(mode, _MOST_OF_A_SIZE)
-        self.kept = kept
-        return self.run
 
-    def run(self, *operands: Any) -> Any:
-        """Runs the graph by what serves this call."""
-        serving = _SERVING.get()
-        assert serving is not None, "the call is served"
-        return serving.run(tuple(operands[place] for place in self.kept))
+        def run(*operands: Any) -> Any:  # Dynamo keeps this function, which must not hold the module
+            now = _SERVING.get()
+            assert now is not None, "the call is served"
+            return now.run(tuple(operands[place] for place in kept))
+
+        return run
 
     def serves(self, signature: Signature, leaves: Sequence[Any]) -> bool:
         """Whether the graph may be for a call; tells without calling the module.
