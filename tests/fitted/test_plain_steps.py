@@ -302,3 +302,28 @@ def test_wrong_budgets_are_refused_at_once() -> None:
         memfit.fit(Net(), budget="many")
     with pytest.raises(memfit.SpecError, match=r"pass \(x,\)"):
         memfit.fit(Net(), batch(0)[0], budget="1GiB")  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_zeros_for_an_unused_output_is_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hinge that is satisfied sends zeros, and optimizers decay weights whose gradient is zeros, not None."""
+    monkeypatch.setenv("MEMFIT_PLAN", "always")
+
+    class Scored(Net):
+        def forward(self, x: Tensor) -> Any:
+            made = super().forward(x)
+            return made, made.detach().mean() + self.layers[0].weight.mean()  # one scalar: taken for the loss
+
+    torch.manual_seed(0)
+    plain = Scored()
+    fitted = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1) for m in (plain, fitted)]
+    memfit.fit(fitted, budget="50MiB", optimizer=optimizers[1])
+    for step in range(3):
+        x, _ = batch(step)
+        for one, optimizer in zip((plain, fitted), optimizers, strict=True):
+            output, _ = one(x)
+            F.relu(output.mean() - 100).backward()
+            assert all(p.grad is not None for p in one.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fitted.parameters(), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch.nn import functional as F
 import memfit
 from memfit.compiler.plan import CompiledPlan
 from memfit.fitted.installation import fitted_call
+from memfit.profiling.cost_cache import open_cache
+from memfit.profiling.measurements import measurements_of
 from memfit.profiling.memory import allocation_peak
+from memfit.profiling.sampled_workspace import is_convolution
 
 _WIDTH, _WORDS = 64, 97
 
@@ -194,13 +198,13 @@ def test_images_of_many_sizes_and_small_last_batches() -> None:
         return (torch.randn(rows, 3, high, wide),)
 
     model = Images()
-    budget = int(0.85 * plain_peak(model, images(8, 48, 48)))
+    budget = int(0.85 * plain_peak(model, images(8, 64, 64)))
     trained = Trained(model, budget)
-    for number, sizes in enumerate(((8, 48, 48), (8, 40, 48), (8, 33, 48), (5, 40, 41), (2, 20, 21), (8, 45, 31))):
+    for number, sizes in enumerate(((8, 64, 64), (8, 40, 48), (8, 33, 33), (5, 61, 61), (2, 20, 21))):
         batch = images(*sizes)
         plan = trained.step(batch)
         assert is_carried(plan) == (number > 0)
-        assert trained.peak(batch) <= budget
+        assert trained.peak(batch) <= min(budget, plan.predicted.peak_bytes)
 
 
 class Branching(nn.Module):
@@ -430,3 +434,18 @@ def test_a_step_that_takes_more_than_was_scaled_is_told_and_planned_from_the_sta
     assert is_carried(trained.plan_of((torch.randn(90, 64),)))
     assert any("whose plan was made from that of another size" in line for line in told)
     assert any("takes more than its budget" in line for line in told)
+
+
+def test_convolutions_are_measured_at_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernel that is taken for a size decides their workspace, so nothing is scaled."""
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    trained = Trained(Images(), 10**9)
+    for extent in (64, 61):
+        torch.manual_seed(extent)
+        plan = trained.step((torch.randn(5, 3, extent, extent),))
+    assert is_carried(plan) and plan.planned is not None
+    device, capture = torch.device("cpu"), plan.planned.capture
+    cache, found = open_cache(device), measurements_of(capture, device)
+    convolutions = [joint for joint in capture.joint_ops if joint is not None and is_convolution(joint.node)]
+    assert convolutions
+    assert all(one.known(cache) is not None for joint in convolutions for one in found.of_op[joint.node])

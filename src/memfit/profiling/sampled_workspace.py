@@ -29,7 +29,7 @@ from memfit.profiling.memory import allocation_peak
 from memfit.profiling.roofline import flops_of, flops_of_values
 from memfit.torch_compat.core import OpOverload, pytree
 
-__all__ = ["SampledWorkspace"]
+__all__ = ["SampledWorkspace", "is_convolution"]
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ _MOST_FLOPS = 2e11
 _MOST_BYTES = 1 << 30
 _WHOLE_BYTES = 1 << 24
 """A call that reads and writes no more bytes runs as it is."""
+
+
+def is_convolution(call: fx.Node | Call) -> bool:
+    """Whether a call is a convolution, or a part of its backward pass."""
+    return call.target in _SAMPLED
 
 
 class SampledWorkspace:

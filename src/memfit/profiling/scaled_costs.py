@@ -2,7 +2,8 @@
 
 A step for longer texts runs the same ops on larger tensors. Measuring them again takes longer than everything else that
 a plan for another size needs. So the measured costs are scaled: times by the ratio of rooflines (Williams et al.,
-2009), workspaces by the ratio of bytes, where that grows. Ops that the cost cache knows have their own costs.
+2009), workspaces by the ratio of bytes, where that grows. Ops that the cost cache knows have their own costs, and
+convolutions are measured: their workspace depends on the kernel that is taken for their sizes.
 
 Known limits: whether an op gives the same bits in chunks, or by the call that recomputes it, is known for the measured
 size only. So the ops that a plan runs in this way are measured before the plan is used (`measure`).
@@ -31,6 +32,7 @@ from memfit.profiling.cost_cache import CostCache
 from memfit.profiling.measurements import Measurement, Measurements, measurements_of
 from memfit.profiling.profiler import with_costs
 from memfit.profiling.roofline import roofline_seconds
+from memfit.profiling.sampled_workspace import is_convolution
 
 __all__ = ["ScaledCosts", "same_ops", "scaled_costs"]
 
@@ -118,8 +120,8 @@ def scaled_costs(
             if other is not None:
                 by_kind.setdefault(_kind(other), []).append(other)
         for place, op in enumerate(ops):
-            if op is None:
-                continue
+            if op is None or is_convolution(op.node):
+                continue  # the workspace of a convolution depends on the kernel that is taken for its sizes
             alike = by_kind.get(_kind(op), [])
             nearest = others[place] if same else min(alike, key=functools.partial(_distance, op), default=None)
             if nearest is not None:

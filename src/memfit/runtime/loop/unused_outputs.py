@@ -28,6 +28,7 @@ from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
 from memfit.runtime.loop.gradient_terms import Parts, Terms, collect_terms
+from memfit.torch_compat.core import in_ddp_call
 
 __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 
@@ -181,12 +182,15 @@ class _Anchored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> Any:
         ctx.arrive = arrive
+        ctx.in_ddp = in_ddp_call()
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        if gradient is not None and bool(gradient.any()):  # a wrapper of the module, such as DDP, may send zeros
+        # `DistributedDataParallel` sends zeros to outputs that get no gradient. Other zeros are gradients: parameters
+        # behind them get zeros, not None, and optimizers decay only the former.
+        if gradient is not None and (not ctx.in_ddp or bool(gradient.any())):
             ctx.arrive(gradient)
         return None, None, None
 
