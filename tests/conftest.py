@@ -29,6 +29,9 @@ os.environ["MEMFIT_SEARCH_SECONDS"] = "0.1"
 # Tests are about plans, also where small models fit without one; tests/fitted/test_plain_steps.py is about these.
 os.environ["MEMFIT_PLAN"] = "always"
 
+# A test must not depend on what an earlier one planned; tests/compiler/test_plan_cache.py is about this.
+os.environ["MEMFIT_KEEP_PLANS"] = "no"
+
 # The same for Dynamo, which looks for garbage after each graph; it reads this when it is imported.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 

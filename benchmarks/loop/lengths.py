@@ -34,6 +34,9 @@ COLUMNS = (
 )
 SIZES = 20
 _SHARE = 0.85
+_SHARES = {"ResNet-18, images": 1.1}
+"""Some smaller images take more memory than the largest: oneDNN copies them into padded layouts."""
+
 _VOCABULARY = 1000
 _IMAGES = 16
 
@@ -130,7 +133,7 @@ def row(name: str) -> tuple[str, ...]:
     optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
     args, kwargs = batch(sizes[0])
     estimate = memfit.estimate(model, args, kwargs, loss_fn=loss, optimizer=optimizers[0])
-    budget = int(_SHARE * estimate.peak)
+    budget = int(_SHARES.get(name, _SHARE) * estimate.peak)
     memfit.fit(models[1], budget=budget, optimizer=optimizers[1], loss_fn=loss, plain=False)
     more: list[float] = []
     equal = within = True

@@ -35,6 +35,7 @@ class Net(nn.Module):
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache of its own, and modules that are fitted as outside of the tests."""
     monkeypatch.delenv("MEMFIT_PLAN")
+    monkeypatch.delenv("MEMFIT_KEEP_PLANS")
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     return tmp_path / "plans"
 
@@ -83,6 +84,11 @@ def test_who_asks_for_a_plan_gets_a_new_one(folder: Path, monkeypatch: pytest.Mo
     fitted()
     monkeypatch.setenv("MEMFIT_PLAN", "always")
     assert fitted().proof is not None
+
+
+def test_plans_need_not_be_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_KEEP_PLANS", "no")
+    assert fitted().proof is not None and not folder.exists()
 
 
 def test_damaged_files_and_wrong_programs_are_told_and_replaced(folder: Path, told: list[str]) -> None:

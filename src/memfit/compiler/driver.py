@@ -27,7 +27,7 @@ from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.carried_plan import KnownSizes, carried_plan
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.plan_cache import keep_plan, kept_plan, note_need_of_a_plan
+from memfit.compiler.plan_cache import keep_plan, keeps_plans, kept_plan, note_need_of_a_plan
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
 from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
@@ -206,7 +206,7 @@ def plan_profiled(
         BudgetError: if no plan fits.
     """
     device = device_of(model)
-    keeps = request.plain and request.prove and not is_sharded(model)
+    keeps = request.plain and request.prove and keeps_plans() and not is_sharded(model)
 
     def made(of: Step) -> CompiledPlan:
         known = kept_plan(of, request, budget_bytes, device, signature(model, args, kwargs)) if keeps else None

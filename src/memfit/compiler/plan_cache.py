@@ -36,11 +36,23 @@ from memfit.profiling.cost_cache import cache_directory, machine_name
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
 
-__all__ = ["drop_oldest", "is_known_to_need_a_plan", "keep_plan", "kept_plan", "note_need_of_a_plan"]
+__all__ = [
+    "drop_oldest",
+    "is_known_to_need_a_plan",
+    "keep_plan",
+    "keeps_plans",
+    "kept_plan",
+    "note_need_of_a_plan",
+]
 
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 256 << 20
+
+
+def keeps_plans() -> bool:
+    """Whether plans are kept at all; the variable `MEMFIT_KEEP_PLANS` set to `no` says that they are not."""
+    return os.environ.get("MEMFIT_KEEP_PLANS") != "no"
 
 
 def kept_plan(
@@ -92,7 +104,7 @@ def keep_plan(plan: CompiledPlan, device: torch.device) -> None:
 
 def is_known_to_need_a_plan(model: nn.Module, args: Any, kwargs: Any, request: Request, budget_bytes: int) -> bool:
     """Whether an earlier run made a plan for such a call, so that nobody needs to count its baseline step."""
-    return _mark(model, args, kwargs, request, budget_bytes).exists()
+    return keeps_plans() and _mark(model, args, kwargs, request, budget_bytes).exists()
 
 
 def note_need_of_a_plan(model: nn.Module, args: Any, kwargs: Any, plan: CompiledPlan) -> None:
