@@ -211,6 +211,7 @@ def plan_profiled(
     def made(of: Step) -> CompiledPlan:
         known = kept_plan(of, request, budget_bytes, device, signature(model, args, kwargs)) if keeps else None
         if known is not None:
+            note_need_of_a_plan(model, args, kwargs, known)
             return known
         plan = plan_captured(model, args, kwargs, *of, request, budget_bytes, progress=progress)
         if not request.prove:
