@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.torch_compat import core
@@ -353,19 +353,6 @@ def sizes_below_a_bound_make_slices_without_an_end_no_slices() -> None:
     core.bound_symbols(mode, 2**40)
     assert environment._maybe_evaluate_static((symbol < large).node.expr) == True  # noqa: E712
     assert environment.var_to_range[symbol.node.expr].upper == 2**40
-
-
-@uses("in_ddp_call")
-def a_ddp_call_is_seen() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        layer, seen = nn.Linear(2, 2), list[bool]()
-        layer.register_forward_hook(lambda *_: seen.append(core.in_ddp_call()))
-        nn.parallel.DistributedDataParallel(layer)(torch.ones(1, 2))
-        layer(torch.ones(1, 2))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert seen == [True, False]
 
 
 def test_each_name_is_checked() -> None:

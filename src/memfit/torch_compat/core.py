@@ -14,7 +14,6 @@ import torch._decomp
 import torch._functorch.config
 import torch._refs
 import torch._subclasses
-from torch import nn
 from torch._C import DispatchKey
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._C._profiler import _EventType as EventType
@@ -89,7 +88,6 @@ __all__ = [
     "fake_impls",
     "functorch_config",
     "gpu_idle",
-    "in_ddp_call",
     "impure_functions",
     "in_backward_pass",
     "in_func_transform",
@@ -261,8 +259,3 @@ def bound_symbols(mode: FakeTensorMode, most: int) -> None:
         if known.upper > most:
             environment._update_var_to_range(symbol, ValueRanges(known.lower, most))
     environment._version_counter += 1  # what torch could not tell before is asked again
-
-
-def in_ddp_call() -> bool:
-    """Whether a `DistributedDataParallel` calls its module now."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module is not None

@@ -28,7 +28,6 @@ from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
 from memfit.runtime.loop.gradient_terms import Parts, Terms, collect_terms
-from memfit.torch_compat.core import in_ddp_call
 
 __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 
@@ -181,16 +180,14 @@ class Begun:
 class _Anchored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.arrive = arrive
-        ctx.in_ddp = in_ddp_call()
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        # `DistributedDataParallel` sends zeros to outputs that get no gradient. Other zeros are gradients: parameters
-        # behind them get zeros, not None, and optimizers decay only the former.
-        if gradient is not None and (not ctx.in_ddp or bool(gradient.any())):
+        if gradient is not None:  # zeros are a gradient: optimizers decay weights whose gradient is zeros, not None
             ctx.arrive(gradient)
         return None, None, None
 
