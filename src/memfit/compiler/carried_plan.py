@@ -8,8 +8,8 @@ the known orders that fits is used.
 Idea: ours; compilers with symbolic shapes reuse kernels in this way, not plans.
 
 Known limits: a short search without measurements is made where no known order fits, or the step runs other ops. Steps
-in tiles and steps of sharded modules are planned from the start. Such a plan is not proved by a run of its own: its ops
-and its way to run them are those of a plan that was, and its first steps are watched.
+in tiles, of sharded modules and of other strategies than `auto` are planned from the start. Such a plan is not proved
+by a run of its own: its ops and its way to run them are those of a plan that was, and its first steps are watched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memfit.capture.call_settings import CallSettings
 from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.dynamo.graph_at_sizes import NotOfSizesError
 from memfit.capture.dynamo.symbolic_call import SymbolicCall, symbolic_call
-from memfit.capture.state.input_signature import Signature, are_same_arguments, is_same_call, signature
+from memfit.capture.state.input_signature import Signature, differ_in_sizes, is_same_call, signature
 from memfit.capture.training_step import Capture, beside_gradients, device_of
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
@@ -58,7 +58,7 @@ _MOST_FAILURES = 2
 """How often a call for many sizes is tried that cannot be made."""
 
 _MOST_SYMBOLIC = 6
-"""Most calls for many sizes that are kept: code that branches on sizes has one for each way it takes."""
+"""Most calls for many sizes: code that branches on sizes has one for each way it takes, later ways have none."""
 
 _MOST_ORDERS = 3
 """Number of known plans, of the nearest sizes, whose orders are tried."""
@@ -93,6 +93,19 @@ class KnownSizes:
     calls: SymbolicCalls = field(default_factory=SymbolicCalls)
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """While active, Python looks for no reference cycles: with all of torch loaded, one such search takes 0.4 s."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collections()
 def carried_plan(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, known: KnownSizes
 ) -> tuple[CompiledPlan, SymbolicCall | None] | None:
@@ -112,33 +125,9 @@ def carried_plan(
     usable = [plan for plan in known.plans if plan.planned is not None and not plan.is_tiled]
     if not usable or request.tiles or request.strategy != "auto" or is_sharded(model):
         return None
-    with _no_collections():
-        return _carried(model, args, kwargs, request, usable, known.calls)
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """While active, Python looks for no reference cycles: with all of torch loaded, one such search takes 0.4 s."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _carried(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    request: Request,
-    usable: Sequence[CompiledPlan],
-    calls: SymbolicCalls,
-) -> tuple[CompiledPlan, SymbolicCall | None] | None:
     device = device_of(model)
     cache = open_cache(device)
-    capture, first_of = _captured(model, args, kwargs, request, usable, calls, cache)
+    capture, first_of = _captured(model, args, kwargs, request, usable, known.calls, cache)
     costs = _costs(usable, capture, device, cache)
     if costs is None:
         log.info("no known step was measured")
@@ -181,6 +170,7 @@ def _captured(
     breaks = any(plan.planned.capture.subgraphs.breaks for plan in usable if plan.planned is not None)
     if breaks or not request.capture.decide:
         return captured(), None
+    calls.failed += sum(call.is_broken for call in calls.made)
     calls.made[:] = [call for call in calls.made if not call.is_broken]
     now, leaves = signature(model, args, kwargs), pytree.tree_leaves((args, kwargs))
     for call in [call for call in calls.made if call.serves(now, leaves)]:
@@ -189,7 +179,7 @@ def _captured(
         except NotOfSizesError as error:
             log.debug("a call for many sizes does not serve these: %s", error)
     varying = _varying(now, leaves, usable, calls.made)
-    if varying and calls.failed < _MOST_FAILURES:
+    if varying and calls.failed < _MOST_FAILURES and len(calls.made) < _MOST_SYMBOLIC:
         settings = CallSettings(replaced=request.capture.reader().replaced, as_compiled=request.capture.as_compiled)
         call = symbolic_call(model, now, varying, settings)
         try:
@@ -198,7 +188,7 @@ def _captured(
             calls.failed += 1
             log.info("each size is captured by itself: %s", error)
         else:
-            calls.made[:] = [call, *calls.made][:_MOST_SYMBOLIC]
+            calls.made.insert(0, call)
             return capture, call
     return captured(), None
 
@@ -225,11 +215,11 @@ def _varying(
 ) -> dict[int, Sequence[int]]:
     """The sizes that differ from those of a known plan, or were symbols before; empty if one of them is below 2."""
     signatures = [plan.planned.signature for plan in usable if plan.planned is not None]
-    known = next((one for one in signatures if are_same_arguments(now, one)), None)
+    known = next((one for one in signatures if differ_in_sizes(now, one)), None)
     if known is None:
         return {}
     varying: dict[int, set[int]] = {}
-    for call in [call for call in made if are_same_arguments(now, call.signature)]:
+    for call in [call for call in made if differ_in_sizes(now, call.signature)]:
         for place, dimensions in call.varying.items():
             varying.setdefault(place, set()).update(dimensions)
     for place, (value, other) in enumerate(zip(leaves, known, strict=False)):

@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,7 @@ def keep_plan(plan: CompiledPlan, device: torch.device) -> None:
     path = _path(plan.planned.graph, plan.planned.request, plan.budget_bytes, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder, path.name)
-            plan.save(written)
-            written.replace(path)
+        plan.save(path)  # replaces a file at once, or not at all
         drop_oldest(path.parent, _MOST_BYTES)
     except (OSError, MemfitError) as error:
         log.warning("the plan is not kept for later runs: %s", error)

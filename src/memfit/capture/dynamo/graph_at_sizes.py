@@ -4,7 +4,7 @@ Tracing a graph for each length of a text takes seconds. Traced once with symbol
 for a length needs no tracing: every size in it is an expression, which is computed. Sizes become numbers, tensors
 become fake tensors of these sizes that alias each other as before, and calls that compute sizes are left out. The
 result is the graph that tracing with these sizes would give, as long as the conditions on sizes that tracing relied on
-hold (`Symbols.hold_at`).
+hold (`sizes_of`).
 
 Known limits: sizes 0 and 1 are never symbols.
 """

@@ -32,7 +32,7 @@ from memfit.capture.dynamo.recording import Recording, Source, ready_to_trace, r
 from memfit.capture.dynamo.traced_graph import DynamoGraph, Surroundings, as_dynamo_made, trace_with_symbols
 from memfit.capture.eager.backward_autocast import backward_in_autocast
 from memfit.capture.gradients.returned_views import no_views
-from memfit.capture.state.input_signature import Signature, are_same_arguments
+from memfit.capture.state.input_signature import Signature, differ_in_sizes
 from memfit.capture.values.decisions import Decision
 from memfit.errors import PlanMismatchError
 from memfit.torch_compat.core import FakeTensor, TracingContext, bound_symbols, pytree
@@ -102,6 +102,8 @@ class SymbolicCall:
         examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         if not all(isinstance(example, FakeTensor) for example in examples):
             raise NotOfSizesError("an input is no tensor")
+        if not any(example._has_symbolic_sizes_strides for example in examples):
+            raise NotOfSizesError("the code of the module fixes the sizes")
         self.graph = as_dynamo_made(gm, examples, "", gathered=False)
         mode = self.graph.context.fake_mode
         assert mode is not None, "Dynamo makes fake tensors"
@@ -121,7 +123,7 @@ class SymbolicCall:
             signature: signature of the call.
             leaves: leaves of its arguments.
         """
-        if self.is_broken or self.graph is None or not are_same_arguments(signature, self.signature):
+        if self.is_broken or self.graph is None or not differ_in_sizes(signature, self.signature):
             return False
         try:
             self._checked([(leaves[place], self.graph.inputs[own]) for place, own in self.given])

@@ -13,7 +13,7 @@ from memfit.capture.state.module_state import ModuleState, module_state
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.torch_compat.core import pytree
 
-__all__ = ["Signature", "are_same_arguments", "is_larger", "is_same_call", "nearest", "signature"]
+__all__ = ["Signature", "differ_in_sizes", "is_larger", "is_same_call", "nearest", "signature"]
 
 Signature = tuple[Any, ...]
 
@@ -82,10 +82,9 @@ def is_same_call(one: Signature, other: Signature) -> bool:
     return _without_gradients(one) == _without_gradients(other)
 
 
-def are_same_arguments(one: Signature, other: Signature) -> bool:
-    """Whether the arguments of two calls are of the same types, and differ in sizes only."""
-    (mine, my_rest), (theirs, their_rest) = _divided(one), _divided(other)
-    return _sizes_of_both(mine, theirs) is not None and my_rest[:2] == their_rest[:2]
+def differ_in_sizes(one: Signature, other: Signature) -> bool:
+    """Whether two calls differ in nothing but sizes, and whether gradients exist already."""
+    return _sizes_of_both(_without_gradients(one), _without_gradients(other)) is not None
 
 
 def _without_gradients(key: Signature) -> Signature:
