@@ -272,6 +272,7 @@ def test_steps_with_other_ops_are_searched_anew() -> None:
     for length in (12, 10, 7, 11):
         torch.manual_seed(length)
         assert is_carried(trained.step((torch.randn(64, length, 64),))) == (length != 12)
+    assert not fitted_call(trained.fitted).symbolic.made  # the loop fixes the length, so no trace serves another
 
 
 class Breaking(nn.Module):
