@@ -102,7 +102,8 @@ class SymbolicCall:
         examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         if not all(isinstance(example, FakeTensor) for example in examples):
             raise NotOfSizesError("an input is no tensor")
-        if not any(example._has_symbolic_sizes_strides for example in examples):
+        sizes: list[Any] = [size for example in examples for size in example.shape]
+        if not any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in sizes):
             raise NotOfSizesError("the code of the module fixes the sizes")
         self.graph = as_dynamo_made(gm, examples, "", gathered=False)
         mode = self.graph.context.fake_mode
