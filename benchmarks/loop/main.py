@@ -27,6 +27,8 @@ SCRIPTS = {
     "timm ViT, drop path, mixup, clipping": ("timm_mixup.py",),
     "HF Trainer, accumulation, evaluation, resume": ("hf_trainer.py",),
     "HF Trainer, bf16": ("hf_trainer.py", "--bf16"),
+    "TRL `SFTTrainer`, checkpointed": ("trl_sft.py",),
+    "TRL `SFTTrainer`, LoRA, bf16, no padding": ("trl_sft.py", "--lora", "--bf16", "--padding-free"),
     "Lightning, accumulation, validation": ("lightning_module.py",),
     "accelerate, accumulation, clipping": ("accelerate_loop.py",),
     "PEFT LoRA, grouped queries": ("peft_lora.py",),

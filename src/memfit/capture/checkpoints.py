@@ -17,13 +17,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.utils.checkpoint
+from torch import nn
 
 from memfit.capture.unplanned_parts import place_of
 from memfit.fxir.refused import checkpoint_error
 
-__all__ = ["CHECKPOINTING", "refusing_checkpoints", "without_checkpoints"]
+__all__ = ["CHECKPOINTING", "checkpoints_itself", "refusing_checkpoints", "without_checkpoints"]
 
 CHECKPOINTING = ("refuse", "replace")
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether the switch of transformers, timm and diffusers is on: this module checkpoints its children."""
+    return any(getattr(module, switch, False) is True for switch in ("gradient_checkpointing", "grad_checkpointing"))
 
 
 @contextlib.contextmanager

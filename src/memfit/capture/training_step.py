@@ -12,6 +12,7 @@ from msgspec import structs
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from memfit.capture.checkpoints import checkpoints_itself
 from memfit.capture.distributed.fsdp import is_sharded, without_gathering
 from memfit.capture.dynamo.capture_subgraphs import capture_subgraphs
 from memfit.capture.failures import left_to_plain_code
@@ -271,8 +272,7 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *,
             f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps"
         )
     for name, module in model.named_modules():
-        own = [getattr(module, attribute, False) for attribute in ("gradient_checkpointing", "grad_checkpointing")]
-        if checkpointing != "replace" and any(on is True for on in own):
+        if checkpointing != "replace" and checkpoints_itself(module):
             raise checkpoint_error(name or type(module).__name__)
         lazy = [key for key, tensor in _own_tensors(module) if is_lazy(tensor)]
         if lazy:

@@ -28,10 +28,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from memfit.capture.checkpoints import checkpoints_itself
 from memfit.capture.distributed.ddp import unwrapped
 from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.optimizer.state import optimizer_cost
 from memfit.capture.optimizer.unwrapped import unwrapped_optimizer
+from memfit.capture.options import CaptureOptions
 from memfit.capture.residents import storage_bytes
 from memfit.capture.training_step import device_of
 from memfit.compiler.carried_plan import KnownSizes
@@ -149,11 +151,14 @@ class Watch:
             beside_bytes=self.beside_bytes(module, optimizer),
             label=name,
             plain=True,
+            capture=CaptureOptions(checkpointing="replace"),
         )
         if self.options.dry_run:
             self.tell_only(unwrapped(module), args, kwargs, request)
         count = sum(p.numel() for p in module.parameters())
         log.warning("found %s (%.1f million parameters) within %s", name, count / 1e6, self.options.budget)
+        if any(checkpoints_itself(one) for one in module.modules()):
+            log.warning("%s checkpoints itself; where it is planned, its plan takes the place of its checkpoints", name)
         install_unplanned(module, request, self.planned, gives_up=True)
         self.models.append((weakref.ref(unwrapped(module)), name))
         self.inner |= {one for one in unwrapped(module).modules() if one is not unwrapped(module)}
