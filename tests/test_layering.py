@@ -31,7 +31,7 @@ ROOMS = (
         "compiler",
         "fitted",
     ),
-    *("script", "pipelining", "zoo", "tools", "report", "api", "integrations", "cli"),
+    *("pipelining", "zoo", "tools", "script", "report", "api", "integrations", "cli"),
 )
 """Rooms, lowest first: each imports from those before it only."""
 

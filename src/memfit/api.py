@@ -19,6 +19,7 @@ from memfit.errors import MemfitError
 from memfit.fitted.installation import fits_plainly, fitted_call, install_unplanned, release
 from memfit.fitted.plan import Plan, replanned
 from memfit.profiling.memory import Measurement, measure
+from memfit.tools.batch_advice import micro_batch_advice
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
 from memfit.tools.effective_batch import EffectiveBatch, effective_batch
 from memfit.tools.estimate import Estimate, estimate
@@ -141,7 +142,8 @@ def fit(
         kwargs: as for `plan`.
         budget: as for `plan`.
         loss_fn: as for `plan`.
-        optimizer: as for `plan`.
+        optimizer: as for `plan`. Without inputs, the optimizers that train the model at its first training call are
+            found; 0 says that there is none.
         strategy: as for `plan`.
         levers: as for `plan`.
         tiers: as for `plan`.
@@ -172,7 +174,7 @@ def fit(
     )
     forget_compiled_code()  # compiled code of the caller may contain the module
     if args is None and kwargs is None:
-        return install_unplanned(model, request, replanned)
+        return install_unplanned(model, request, replanned, advise=micro_batch_advice)
     given, named = given_args(() if args is None else args), dict(kwargs or {})
     if request.plain and fits_plainly(model, given, named, request, replanned):
         return model

@@ -35,6 +35,7 @@ class BudgetError(MemfitError):
         least_bytes: the least budget that works; `budget=error.least_bytes` succeeds.
         binding: module, op and live tensors that set the least budget.
         subject: the object that does not fit: a plan, or the result of a named strategy.
+        missed_bytes: how far measured peaks were above predicted ones; the least budget contains it.
         advice: a remedy in addition to the least budget; may be empty.
     """
 
@@ -46,9 +47,11 @@ class BudgetError(MemfitError):
         least_bytes: int,
         binding: str = "",
         subject: str = "plan",
+        missed_bytes: int = 0,
         advice: str = "",
     ) -> None:
         super().__init__(message)
+        self.missed_bytes = missed_bytes
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
         self.binding = binding

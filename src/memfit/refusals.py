@@ -46,25 +46,25 @@ def refusal(
         least_bytes=least_bytes,
         binding=binding,
         subject=subject,
+        missed_bytes=missed_bytes,
         advice=advice,
     )
 
 
-def refused(error: BudgetError, *, budget_bytes: int, missed_bytes: int = 0, measured_bytes: int = 0) -> BudgetError:
+def refused(error: BudgetError, *, budget_bytes: int, missed_bytes: int = 0) -> BudgetError:
     """Rebuilds an error in terms of the user's budget.
 
     Args:
         error: of a planner, for the budget minus `missed_bytes`.
         budget_bytes: the user's budget.
         missed_bytes: how far measured peaks are above predicted ones.
-        measured_bytes: the lowest measured peak, 0 if no peak was measured; no lower budget is promised.
 
     Returns:
         An error whose text and numbers agree.
     """
     return refusal(
         budget_bytes=budget_bytes,
-        least_bytes=max(error.least_bytes + missed_bytes, measured_bytes),
+        least_bytes=error.least_bytes + missed_bytes,
         binding=error.binding,
         subject=error.subject,
         missed_bytes=missed_bytes,
@@ -80,5 +80,6 @@ def advised(error: BudgetError, advice: str) -> BudgetError:
         least_bytes=error.least_bytes,
         binding=error.binding,
         subject=error.subject,
+        missed_bytes=error.missed_bytes,
         advice=f"{error.advice}; {advice}" if error.advice else advice,
     )

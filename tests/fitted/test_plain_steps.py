@@ -91,6 +91,18 @@ def test_without_inputs_it_is_planned_at_its_first_training_call() -> None:
     assert not plan.is_plain and plan.program.recomputed() and plan.fits
 
 
+def test_without_an_optimizer_the_one_that_trains_is_found_at_the_first_call() -> None:
+    def lazily(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        memfit.fit(model, budget="1GiB")
+
+    def without(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        memfit.fit(model, budget="1GiB", optimizer=0)
+
+    found, none = (memfit.plan_of(trained(prepare)).predicted.peak_bytes for prepare in (lazily, without))
+    model, _ = net()
+    assert found - none >= sum(p.nbytes for p in model.parameters())
+
+
 def test_a_step_that_fits_runs_without_a_plan() -> None:
     def lazily(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         memfit.fit(model, budget="1GiB", optimizer=optimizer)

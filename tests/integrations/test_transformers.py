@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_a_model_that_fits_is_not_planned(tmp_path: Path) -> None:
     assert same(weights(fitted), plain)
     entry = fitted.state.log_history[0]
     assert entry["memfit/plans"] == 0 and entry["memfit/peak_predicted"] < 2**30 and "memfit/overhead" not in entry
+
+
+def test_a_budget_that_is_too_small_is_told_with_arguments_that_fit(tmp_path: Path) -> None:
+    from memfit.integrations.transformers import MemfitCallback
+
+    fitted = trainer(tmp_path, MemfitCallback("1.8MiB", search_seconds=0.1))
+    with pytest.raises(memfit.BudgetError) as caught:
+        fitted.train()
+    said = re.search(r"per_device_train_batch_size=(\d) with gradient_accumulation_steps=(\d) keep", str(caught.value))
+    assert said and "effective batch of 8 samples and fit, by prediction (now 4 and 2)" in str(caught.value)
+    micro_batch, steps = map(int, said.groups())
+    assert micro_batch * steps == 8 and micro_batch < 4
+    smaller = trainer(tmp_path, MemfitCallback("1.8MiB", search_seconds=0.1))
+    smaller.args.per_device_train_batch_size = smaller._train_batch_size = micro_batch
+    smaller.args.gradient_accumulation_steps = smaller.accelerator.gradient_accumulation_steps = steps
+    smaller.train()
+    assert smaller.state.log_history[0]["memfit/peak_predicted"] <= 1.8 * 2**20
 
 
 def test_the_micro_batch_of_an_effective_batch_is_set_before_training(tmp_path: Path) -> None:

@@ -84,6 +84,28 @@ def options_are_patched() -> None:
         assert compiler.inductor_config.fallback_random
 
 
+@uses("UserDefinedListVariable")
+def a_list_of_a_users_class_has_the_variables_of_its_elements() -> None:
+    class Axes(list[int]):
+        pass
+
+    axes, seen = Axes([0, 1]), []
+
+    def proxies(variable: Any) -> Any:
+        elements = vars(variable).get("_base_vt", vars(variable).get("_list_vt"))
+        seen.append(elements.as_proxy())
+        return seen[-1]
+
+    assert "as_proxy" not in vars(compiler.UserDefinedListVariable)
+    compiler.UserDefinedListVariable.as_proxy = proxies
+    try:
+        call, graphs = compiled(lambda value: value.sum(axes))
+        assert call(torch.ones(2, 3, 4)).tolist() == [6.0] * 4
+    finally:
+        del compiler.UserDefinedListVariable.as_proxy
+    assert len(graphs) == 1 and seen == [[0, 1]]
+
+
 @uses("disable", "skip", "decorators")
 def code_is_left_out_of_graphs() -> None:
     @compiler.skip

@@ -102,7 +102,11 @@ def agreed_program(
         except BudgetError as error:
             document = {
                 "error": str(error),
-                "budget": {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes},
+                "budget": {
+                    "budget_bytes": error.budget_bytes,
+                    "least_bytes": error.least_bytes,
+                    "missed_bytes": error.missed_bytes,
+                },
                 "words": {"binding": error.binding, "subject": error.subject, "advice": error.advice},
             }
         except Exception as error:

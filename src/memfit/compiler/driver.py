@@ -35,7 +35,7 @@ from memfit.errors import BudgetError, ExactnessError, MemfitError
 from memfit.feedback import told_meanwhile
 from memfit.planner.effort import search_limit
 from memfit.planner.offload.streaming_search import least_streaming
-from memfit.refusals import advised, refused
+from memfit.refusals import advised, refusal
 from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes
 
@@ -285,8 +285,14 @@ def _with_measured_least(
         break
     if least_bytes <= error.least_bytes:
         return error
-    missed = least_bytes - error.least_bytes
-    return refused(error, budget_bytes=error.budget_bytes, missed_bytes=missed, measured_bytes=least_bytes)
+    return refusal(
+        budget_bytes=error.budget_bytes,
+        least_bytes=least_bytes,
+        binding=error.binding,
+        subject=error.subject,
+        missed_bytes=error.missed_bytes + least_bytes - error.least_bytes,
+        advice=error.advice,
+    )
 
 
 def _with_all_levers(
@@ -307,7 +313,7 @@ def _with_all_levers(
     except MemfitError as failure:  # the first error is the one to report
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
-    least = least_streaming(tiled, seconds=request.search_seconds)
+    least = least_streaming(tiled, seconds=request.search_seconds) + error.missed_bytes
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
     advice = f'levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on'

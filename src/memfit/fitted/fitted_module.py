@@ -22,6 +22,7 @@ from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
+from memfit.capture.optimizer.live import live_optimizer
 from memfit.capture.state.input_signature import Signature, nearest, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
@@ -37,6 +38,7 @@ from memfit.fitted.plain_steps import PlainStep, PlainSteps, step_of
 from memfit.fitted.plan_from_file import verified
 from memfit.fitted.training_loops import Loops, TogetherError
 from memfit.fitted.variants import Variants, decides
+from memfit.refusals import advised
 from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.runtime.loop.forward_passes import Pass, in_flight
 from memfit.torch_compat.compiler import TorchDynamoException
@@ -56,6 +58,9 @@ _MOST_STRAYS = 3
 Replanner = Callable[[nn.Module, Any, Any, Request, KnownSizes | None], CompiledPlan]
 """Makes a plan of a module, its positional and keyword inputs and a request, with the call that the plan needs; it is
 told of steps for other sizes of the inputs."""
+
+Advisor = Callable[[nn.Module, Any, Any, Request], str]
+"""Finds a remedy for a call that does not fit; returns an empty string if it finds none."""
 
 
 @dataclass(slots=True)
@@ -85,6 +90,8 @@ class Fitted:
         symbolic: calls of the module that were compiled for many sizes.
         carried: the steps whose plans were made from those of other sizes; their first runs are watched.
         seen: signatures of calls so far.
+        advise: finds a remedy where not even the first call of all fits, such as a smaller batch; it may find none.
+        finds_optimizer: whether the optimizer is still to be found, among the objects that exist at a call.
         most_plans: maximum number of plans; each takes about 10 MiB of host memory for a GPT-2 of 6 layers.
     """
 
@@ -110,6 +117,8 @@ class Fitted:
     symbolic: SymbolicCalls = field(default_factory=SymbolicCalls)
     carried: dict[Signature, PlainStep] = field(default_factory=dict)
     seen: set[Signature] = field(default_factory=set)
+    advise: Advisor | None = None
+    finds_optimizer: bool = False
     most_plans: int = 64
 
     @not_traced
@@ -139,7 +148,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         key = self.variants.signature(signature(model, args, kwargs, state), self.calls, model, args, kwargs)
         if key not in self.seen:
-            self._begin_size(key)
+            self._begin_size(model, key)
         if key in self.loops.differentiated_twice:
             self.tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
@@ -175,9 +184,12 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
 
-    def _begin_size(self, key: Signature) -> None:
+    def _begin_size(self, model: nn.Module, key: Signature) -> None:
         """Takes over what is known of the nearest size, before the first step of a size."""
         self.seen.add(key)
+        if self.finds_optimizer and (found := live_optimizer(model, device_of(model).type)) is not None:
+            self.finds_optimizer = False
+            self.request = replace(self.request, optimizer=found)
         for known in nearest(key, self.plans)[:1]:
             self.loops.inherit(key, known)
 
@@ -353,7 +365,7 @@ class Fitted:
             BudgetError: the given error, at the first call of all, or where several tries find no plan.
         """
         if self.latest is None:
-            raise error
+            raise self._with_advice(model, args, kwargs, error)
         least_bytes = error.least_bytes
         plan = error.plan if isinstance(error, TogetherError) else None
         if plan is not None or (key in self.plans and key not in self.stale):  # several passes do not fit together
@@ -374,6 +386,10 @@ class Fitted:
             except BudgetError as more:
                 error, least_bytes = more, more.least_bytes
         raise error
+
+    def _with_advice(self, model: nn.Module, args: Any, kwargs: Any, error: BudgetError) -> BudgetError:
+        advice = "" if self.advise is None else self.advise(model, args, kwargs, self.request)
+        return advised(error, advice) if advice else error
 
     def _without_loss(self, request: Request, error: LossError) -> Request:
         """The request for a later batch, for which a loss that is bound to the targets of one batch cannot be used."""

@@ -19,7 +19,7 @@ from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
 from memfit.compiler.stages import check_request, resolve_budget
 from memfit.errors import MemfitError
-from memfit.fitted.fitted_module import Fitted, Replanner
+from memfit.fitted.fitted_module import Advisor, Fitted, Replanner
 from memfit.fitted.opaque import make_opaque
 from memfit.fitted.plan_from_file import check_module
 
@@ -76,14 +76,19 @@ def install(
     return given
 
 
-def install_unplanned(model: M, request: Request, replan: Replanner, *, gives_up: bool = False) -> M:
+def install_unplanned(
+    model: M, request: Request, replan: Replanner, *, gives_up: bool = False, advise: Advisor | None = None
+) -> M:
     """Puts the slot of a plan into a module, which is planned at its first training call.
+
+    A request without an optimizer gets the one that trains the module then.
 
     Args:
         model: the module, perhaps inside a wrapper.
         request: what a plan must fulfil.
         replan: makes plans.
         gives_up: whether a module that cannot be planned runs as it is, with a warning, instead of an error.
+        advise: finds a remedy where the first call does not fit.
 
     Returns:
         The given object.
@@ -92,7 +97,9 @@ def install_unplanned(model: M, request: Request, replan: Replanner, *, gives_up
     check_request(request, device_of(inner))
     resolve_budget(request.budget, device_of(inner))
     request = replace(request, beside_bytes=request.beside_bytes + bucket_bytes(model))
-    _put(inner, Fitted(weakref.ref(inner), request, replan, gives_up=gives_up))
+    fitted = Fitted(weakref.ref(inner), request, replan, gives_up=gives_up, advise=advise)
+    fitted.finds_optimizer = request.optimizer is None
+    _put(inner, fitted)
     return model
 
 

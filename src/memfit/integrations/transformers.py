@@ -9,15 +9,19 @@ the callback is put in front of them (`attach`).
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from memfit.api import EffectiveBatch, effective_batch, fit, release
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import SpecError
+from memfit.fitted.installation import fitted_call
 from memfit.integrations.figures import figures
+from memfit.tools.batch_advice import advised_batch
 
 __all__ = ["MemfitCallback", "attach", "set_batch"]
 
@@ -44,6 +48,7 @@ class MemfitCallback(TrainerCallback):
             model.gradient_checkpointing_disable()
             log.warning("gradient checkpointing of %s is turned off: its plan takes its place", type(model).__name__)
         fit(model, budget=self.budget, optimizer=more.get("optimizer"), **self.options)
+        fitted_call(model).advise = functools.partial(_arguments_that_fit, args)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **more: Any) -> None:
         """Adds the figures of the plan to a log entry."""
@@ -55,6 +60,19 @@ class MemfitCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         """Restores the model's own call."""
         release(model)
+
+
+def _arguments_that_fit(arguments: TrainingArguments, model: nn.Module, args: Any, kwargs: Any, request: Any) -> str:
+    """The arguments of a trainer with which the same effective batch fits; empty if none are found."""
+    found = advised_batch(model, args, kwargs, request)
+    if found is None:
+        return ""
+    steps = arguments.gradient_accumulation_steps
+    return (
+        f"per_device_train_batch_size={found.micro_batch} with "
+        f"gradient_accumulation_steps={found.accumulation_steps * steps} keep the effective batch of "
+        f"{found.samples * steps} samples and fit, by prediction (now {found.samples} and {steps})"
+    )
 
 
 def set_batch(trainer: Trainer, samples: int, budget: int | str = "auto") -> EffectiveBatch:

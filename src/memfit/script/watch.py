@@ -44,6 +44,7 @@ from memfit.fitted.installation import fitted_call, install_unplanned
 from memfit.fitted.plain_steps import predicted
 from memfit.fitted.plan import Plan
 from memfit.script.options import ScriptOptions
+from memfit.tools.batch_advice import micro_batch_advice
 from memfit.torch_compat.core import in_backward_pass
 
 __all__ = ["Watch", "watch"]
@@ -159,7 +160,7 @@ class Watch:
         log.warning("found %s (%.1f million parameters) within %s", name, count / 1e6, self.options.budget)
         if any(checkpoints_itself(one) for one in module.modules()):
             log.warning("%s checkpoints itself; where it is planned, its plan takes the place of its checkpoints", name)
-        install_unplanned(module, request, self.planned, gives_up=True)
+        install_unplanned(module, request, self.planned, gives_up=True, advise=micro_batch_advice)
         self.models.append((weakref.ref(unwrapped(module)), name))
         self.inner |= {one for one in unwrapped(module).modules() if one is not unwrapped(module)}
 

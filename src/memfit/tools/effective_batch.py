@@ -32,7 +32,7 @@ from memfit.tools.batch_steps import BatchSteps, baseline_peak
 from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes, format_percent, format_seconds
 
-__all__ = ["EffectiveBatch", "MicroBatch", "effective_batch"]
+__all__ = ["EffectiveBatch", "MicroBatch", "divided", "effective_batch"]
 
 _SEARCH_SECONDS = 1.0
 _ROUNDS = 4
@@ -147,11 +147,16 @@ def effective_batch(
         raise SpecError(f"an effective batch has at least one sample (samples: {samples})")
     request = Request(budget=budget, optimizer=optimizer, tiers=tiers, prove=False)
     check_request(request, device_of(model))
-    steps = BatchSteps(model, make_args, make_loss, request, progress)
+    return divided(BatchSteps(model, make_args, make_loss, request, progress), samples)
+
+
+def divided(steps: BatchSteps, samples: int) -> EffectiveBatch:
+    """Divides a batch whose steps are known; see `effective_batch`."""
+    model = steps.model
     divisors = [d for d in range(1, samples + 1) if samples % d == 0]
     steps.capture(2)
     steps.capture(4)
-    budget_bytes = resolve_budget(budget, device_of(model), steps.at(2).static_bytes)
+    budget_bytes = resolve_budget(steps.request.budget, device_of(model), steps.at(2).static_bytes)
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
     ways = _ways(steps, divisors, budget_bytes, gradient_bytes)
     for _ in range(_ROUNDS):

@@ -32,6 +32,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+from torch._dynamo.variables.user_defined import UserDefinedListVariable as _UserDefinedListVariable
 from torch._functorch._aot_autograd import graph_compile
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "TorchInGraphFunctionVariable",
     "TupleVariable",
     "UnspecializedNNModuleVariable",
+    "UserDefinedListVariable",
     "Unsupported",
     "UserFunctionVariable",
     "aot",
@@ -74,6 +76,7 @@ dynamo_guards = torch._dynamo.guards
 inductor_config = torch._inductor.config
 symbol_config: Any = torch.fx.experimental._config
 disable: Any = torch._dynamo.disable
+UserDefinedListVariable: Any = _UserDefinedListVariable
 
 
 def forget_compiled_code() -> None:

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from memfit.capture.call_settings import Backend, CallSettings
 from memfit.capture.checkpoints import without_checkpoints
+from memfit.capture.dynamo.list_arguments import list_arguments
 from memfit.capture.dynamo.logging_calls import logs_left_out
 from memfit.capture.dynamo.marked_tensors import marks_left_out
 from memfit.capture.dynamo.own_calls import own_call
@@ -100,6 +101,7 @@ def call_by_dynamo(model: nn.Module, backend: Backend, settings: CallSettings) -
             contextlib.nullcontext() if settings.as_compiled else eager_answers(),
             decided_branches(decisions, pytree.tree_leaves((args, kwargs)) if state else (), state),
             marks_left_out(),
+            list_arguments(),
             rules_of_kernels(),
             _guards_not_timed(),
             _with_symbols(settings.varying, pytree.tree_leaves((args, kwargs)) if settings.varying else ()),
