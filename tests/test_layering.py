@@ -159,7 +159,11 @@ def test_a_large_folder_tells_what_lives_there_and_which_rooms_it_imports(folder
     assert {room for room in ROOMS if f"`{room}`" in doors} - {own} == rooms
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+TEST_FILES = sorted(path for path in TESTS.rglob("*.py") if path.parent.name != "scripts")
+"""Without the scripts, which run in processes of their own."""
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: str(path.relative_to(TESTS)))
 def test_tests_import_at_their_top_only_packages_of_the_oldest_environment(path: Path) -> None:
     # The smoke tests run there, and pytest reads every file of tests before it selects some.
     installed = {name for line in CI.splitlines() if "torch==" in line for name in re.findall(r"[a-z]+", line)}

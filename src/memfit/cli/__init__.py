@@ -26,6 +26,7 @@ from types import MappingProxyType, ModuleType
 from memfit.cli import calibrate, compare, demo, estimate, max_batch, max_size, pipeline, plan, run, verify
 from memfit.cli.output import report_error
 from memfit.errors import BudgetError, MemfitError, OutOfMemoryError
+from memfit.script.child import leave
 
 __all__ = ["main"]
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    leave()
     try:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # of argparse: 0 after --help, 2 after a mistake

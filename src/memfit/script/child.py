@@ -1,5 +1,8 @@
 """Begins to plan in a process whose environment has a budget, as soon as its code imports torch.
 
+`MEMFIT_BUDGET=8GiB python train.py` is planned, and so are the processes that torchrun or accelerate start: the package
+installs `memfit_budget.pth`, a line that Python runs when it starts (the `site` module).
+
 Python asks the finders of `sys.meta_path` for each module (PEP 451). A finder in front of them sees the import of
 torch, leaves it to the others, and adds one call after it. So a child process that does not use torch does not import
 it.
@@ -14,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-__all__ = ["begin"]
+__all__ = ["begin", "leave"]
 
 
 class _TorchFinder:
@@ -47,6 +50,12 @@ def begin() -> None:
         _watch()
     else:
         sys.meta_path.insert(0, _TorchFinder())
+
+
+def leave() -> None:
+    """Leaves this process and its children as they are, although a budget is set: it runs a command of memfit."""
+    os.environ.pop("MEMFIT_BUDGET", None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _TorchFinder)]
 
 
 def _watch() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from memfit.errors import SpecError
 
@@ -36,12 +34,9 @@ class ScriptOptions:
 
 
 def into_environment(options: ScriptOptions, environment: MutableMapping[str, str]) -> None:
-    """Writes the options for child processes, and the folder whose `sitecustomize` Python runs when it starts."""
+    """Writes the options for child processes, where `memfit_budget.pth` of the installed package sees the budget."""
     environment[_BUDGET] = options.budget
     environment[_MORE] = json.dumps({k: v for k, v in asdict(options).items() if k != "budget"})
-    site = str(Path(__file__).parent / "site")
-    before = environment.get("PYTHONPATH", "").split(os.pathsep)
-    environment["PYTHONPATH"] = os.pathsep.join([site, *(path for path in before if path and path != site)])
 
 
 def from_environment(environment: Mapping[str, str]) -> ScriptOptions | None:
