@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from memfit.capture.distributed.ddp import unwrapped
-from memfit.capture.loss.reading import LossFunction
+from memfit.capture.loss.targets import loss_of_output
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import given_args
@@ -55,7 +56,8 @@ def plan(
     kwargs: dict[str, Any] | None = None,
     *,
     budget: int | str,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    target: Any = None,
     optimizer: OptimizerLike | None = None,
     strategy: str = "auto",
     levers: str | tuple[str, ...] = "bitwise",
@@ -73,8 +75,10 @@ def plan(
         args: positional inputs, as the training loop passes them.
         kwargs: keyword inputs.
         budget: peak of the whole step: bytes, `"8GiB"`, `"60%"` of the device, or `"auto"`.
-        loss_fn: takes the output and returns a scalar; without it `output.loss` is used where it exists, else
-            gradients are assumed to arrive for every floating output.
+        loss_fn: takes the output, or the output and a target, and returns a scalar; without it `output.loss` is used
+            where it exists, else gradients are assumed to arrive for every floating output.
+        target: the target of the inputs, for a `loss_fn` that takes one; without it, such a loss counts as one outside
+            of the model.
         optimizer: the optimizer, also inside a wrapper, or the bytes of its state, such as `"1.5GiB"`; the state
             counts from the second step on.
         strategy: `"auto"`, or the name of a known strategy (`memfit.strategies.names()`).
@@ -102,7 +106,7 @@ def plan(
     """
     request = Request(
         budget=budget,
-        loss_fn=loss_fn,
+        loss_fn=loss_of_output(loss_fn, target),
         optimizer=optimizer,
         strategy=strategy,
         levers=levers,
@@ -121,7 +125,8 @@ def fit(
     kwargs: dict[str, Any] | None = None,
     *,
     budget: int | str,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    target: Any = None,
     optimizer: OptimizerLike | None = None,
     strategy: str = "auto",
     levers: str | tuple[str, ...] = "bitwise",
@@ -142,6 +147,7 @@ def fit(
         kwargs: as for `plan`.
         budget: as for `plan`.
         loss_fn: as for `plan`.
+        target: as for `plan`.
         optimizer: as for `plan`. Without inputs, the optimizers that train the model at its first training call are
             found; 0 says that there is none.
         strategy: as for `plan`.
@@ -161,7 +167,7 @@ def fit(
     """
     request = Request(
         budget=budget,
-        loss_fn=loss_fn,
+        loss_fn=loss_of_output(loss_fn, target),
         optimizer=optimizer,
         strategy=strategy,
         levers=levers,

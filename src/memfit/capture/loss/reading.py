@@ -170,9 +170,13 @@ def loss_place(loss_fn: Any) -> str:
 
 
 def _innermost(loss_fn: Any) -> Any:
-    while isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    return loss_fn
+    while True:
+        if isinstance(loss_fn, functools.partial):
+            loss_fn = loss_fn.func
+        elif "__wrapped__" in getattr(loss_fn, "__dict__", ()):
+            loss_fn = loss_fn.__wrapped__
+        else:
+            return loss_fn
 
 
 def forward_and_backward(
