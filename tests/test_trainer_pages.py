@@ -32,13 +32,16 @@ def trained(code: str, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("page", TRAINED)
-def test_the_weights_are_those_without_memfit(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_are_those_without_memfit(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     code = blocks(page)[0]
     plain = without_memfit(code)
     assert plain.count("\n") <= code.count("\n") - 2
     assert all(map(torch.equal, trained(code, f"{page}.md"), trained(plain, f"{page}.md")))
+    assert not any("a gradient arrived for an output" in line for line in told)  # the loss is known from the start
 
 
 def test_further_lines_on_the_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ class MemfitCallback(TrainerCallback):
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
             log.warning("gradient checkpointing of %s is turned off: its plan takes its place", type(model).__name__)
-        fit(model, budget=self.budget, optimizer=more.get("optimizer"), **self.options)
+        loss = {"loss_fn": _loss_of_log_probs} if _has_trl_head(model) else {}
+        fit(model, budget=self.budget, optimizer=more.get("optimizer"), **(loss | self.options))
         fitted_call(model).advise = functools.partial(_arguments_that_fit, args)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **more: Any) -> None:
@@ -60,6 +61,22 @@ class MemfitCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         """Restores the model's own call."""
         release(model)
+
+
+def _has_trl_head(model: nn.Module) -> bool:
+    """Whether TRL put its head into the model, which computes log probabilities chunk by chunk."""
+    for module in model.modules():
+        call = vars(module).get("forward")
+        while call is not None:  # accelerate wraps it
+            if getattr(getattr(call, "__code__", None), "co_name", "") == "_fused_forward":
+                return True
+            call = getattr(call, "__wrapped__", None)
+    return False
+
+
+def _loss_of_log_probs(output: Any) -> Any:
+    """Where gradients arrive in TRL's trainers, which do not use `output.loss`."""
+    return -output.log_probs.sum()
 
 
 def _arguments_that_fit(arguments: TrainingArguments, model: nn.Module, args: Any, kwargs: Any, request: Any) -> str:
