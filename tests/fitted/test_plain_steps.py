@@ -280,7 +280,7 @@ from memfit.fitted.installation import fitted_call
 model, _ = net()
 memfit.fit(model, budget=128 << 20, search_seconds=0.1)
 for step in range(3):
-    model(batch(step)[0]).repeat(1, 16_000).tanh().square().mean().backward()
+    model(batch(step)[0]).repeat(1, 4_000).tanh().square().mean().backward()
 assert fitted_call(model).plans
 """
 """A loss outside of the module that takes more than the whole module."""
