@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.capture.dynamo.list_arguments import list_arguments
 from memfit.capture.training_step import capture_step
+from memfit.torch_compat.compiler import UserDefinedListVariable
 
 
 class Axes(list[int]):
@@ -35,6 +37,16 @@ def loss(output: Tensor) -> Tensor:
 def test_an_op_takes_the_list() -> None:
     capture = capture_step(Reduced(), (torch.randn(2, 3, 4, 8),), {}, loss_fn=loss)
     assert len(capture.subgraphs.subgraphs) == 1
+
+
+def test_calls_may_nest() -> None:
+    with list_arguments(), list_arguments():
+        pass
+    with list_arguments():
+        with list_arguments():
+            pass
+        assert "as_proxy" in vars(UserDefinedListVariable)
+    assert "as_proxy" not in vars(UserDefinedListVariable)
 
 
 def test_other_elements_are_planned_anew() -> None:

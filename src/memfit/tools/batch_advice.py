@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.compiler.request import Request
 from memfit.distributed.process_group import world_size
-from memfit.errors import MemfitError, SpecError
+from memfit.errors import SpecError
 from memfit.tools.batch_steps import BatchSteps
 from memfit.tools.effective_batch import EffectiveBatch, divided
 from memfit.torch_compat.core import pytree
@@ -48,7 +48,7 @@ def advised_batch(
     log.info("%s does not fit; looking for micro-batches that fit", type(model).__name__)
     try:
         found = _divided_batch(model, args, kwargs, request)
-    except MemfitError as failure:
+    except Exception as failure:  # the error to report is that of the budget
         log.info("no micro-batch is advised: %s", failure)
         return None
     return found if found.micro_batch < found.samples else None
@@ -65,11 +65,12 @@ def _divided_batch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 
     Raises:
         BudgetError: if not even single samples fit.
-        SpecError: if there is no batch to divide: no tensor with several rows, or a loss bound to all of them.
+        LossError: if the loss is bound to the targets of the whole batch.
+        SpecError: if there is no batch to divide: no tensor with several rows.
     """
     leaves, form = pytree.tree_flatten((tuple(args), dict(kwargs)))
     samples = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-    if samples < 2 or request.loss_fn is not None:
+    if samples < 2:
         raise SpecError(f"there is no batch to divide (samples: {samples})")
 
     def inputs(count: int) -> Any:
@@ -80,4 +81,6 @@ def _divided_batch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 
         return pytree.tree_unflatten([part(leaf) for leaf in leaves], form)
 
-    return divided(BatchSteps(model, inputs, None, replace(request, prove=False, plain=False), None), samples)
+    return divided(
+        BatchSteps(model, inputs, lambda _: request.loss_fn, replace(request, prove=False, plain=False), None), samples
+    )

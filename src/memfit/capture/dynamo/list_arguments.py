@@ -17,12 +17,15 @@ __all__ = ["list_arguments"]
 
 @contextlib.contextmanager
 def list_arguments() -> Iterator[None]:
-    """While active, ops in captured graphs take instances of subclasses of lists."""
+    """While active, ops in captured graphs take instances of subclasses of lists; calls may nest, also in threads."""
+    before = vars(UserDefinedListVariable).get("as_proxy")
     UserDefinedListVariable.as_proxy = _elements
     try:
         yield
     finally:
-        del UserDefinedListVariable.as_proxy
+        if before is None:
+            with contextlib.suppress(AttributeError):  # another thread was here first
+                del UserDefinedListVariable.as_proxy
 
 
 def _elements(variable: Any) -> Any:
