@@ -338,22 +338,5 @@ def test_core(check: Callable[[], None]) -> None:
     check()
 
 
-@pytest.mark.smoke
-@uses("bound_symbols")
-def sizes_below_a_bound_make_slices_without_an_end_no_slices() -> None:
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    mode = core.FakeTensorMode(shape_env=ShapeEnv())
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
-    made = mode.from_tensor(torch.ones(5), symbolic_context=context)
-    (symbol,) = made.shape
-    environment = symbol.node.shape_env
-    large = 2**50
-    assert environment._maybe_evaluate_static((symbol < large).node.expr) is None
-    core.bound_symbols(mode, 2**40)
-    assert environment._maybe_evaluate_static((symbol < large).node.expr) == True  # noqa: E712
-    assert environment.var_to_range[symbol.node.expr].upper == 2**40
-
-
 def test_each_name_is_checked() -> None:
     assert CHECKS.checked() == set(core.__all__)

@@ -47,7 +47,6 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
     "AutoDispatchBelowAutograd",
@@ -74,7 +73,6 @@ __all__ = [
     "autocast_is_on",
     "autograd_node_number",
     "backward_keeps_graph",
-    "bound_symbols",
     "clear_cublas_workspaces",
     "conv_backend",
     "cudnn_batch_norm_reserve_bytes",
@@ -249,13 +247,3 @@ def cudnn_takes_batch_norm(*operands: Any) -> bool:
 def cudnn_batch_norm_reserve_bytes(data: torch.Tensor, training: bool) -> int:
     """Bytes that cuDNN keeps from a forward batch normalisation for the backward one."""
     return int(torch._C._get_cudnn_batch_norm_reserve_space_size(data, training))  # type: ignore[attr-defined]
-
-
-def bound_symbols(mode: FakeTensorMode, most: int) -> None:
-    """Tells torch that no size for which the mode has a symbol is above a number."""
-    environment = mode.shape_env
-    assert environment is not None, "there are symbols"
-    for symbol, known in list(environment.var_to_range.items()):
-        if known.upper > most:
-            environment._update_var_to_range(symbol, ValueRanges(known.lower, most))
-    environment._version_counter += 1  # what torch could not tell before is asked again

@@ -13,6 +13,7 @@ Known limits: one graph without breaks; sizes above 1; every symbol is the size 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,8 @@ from memfit.capture.gradients.returned_views import no_views
 from memfit.capture.state.input_signature import Signature, differ_in_sizes
 from memfit.capture.values.decisions import Decision
 from memfit.errors import PlanMismatchError
-from memfit.torch_compat.core import FakeTensor, TracingContext, bound_symbols, pytree
+from memfit.torch_compat.core import FakeTensor, TracingContext, pytree
+from memfit.torch_compat.symbols import bound_symbols, symbols_computed_once
 
 __all__ = ["SymbolicCall", "recorded_at_sizes", "symbolic_call"]
 
@@ -181,7 +183,8 @@ class SymbolicCall:
         known = next((trace for *then, trace in self.traces if tuple(then) == now), None)
         if known is None:
             assert self.graph is not None
-            known = trace_with_symbols(self.graph, around)
+            with symbols_computed_once():
+                known = trace_with_symbols(self.graph, around)
             if known is None:
                 return None
             self.traces.append((*now, known))
@@ -232,7 +235,8 @@ def recorded_at_sizes(
         leaves = () if made else pytree.tree_leaves((args, kwargs))
         token = _SERVING.set(_Serving(run=functools.partial(serve, leaves), captures=not made))
         try:
-            return symbolic.call(*args, **kwargs)
+            with contextlib.nullcontext() if symbolic.graph else symbols_computed_once():
+                return symbolic.call(*args, **kwargs)
         finally:
             _SERVING.reset(token)
 
