@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import memfit
 from memfit.compiler.plan_cache import drop_oldest, is_known_to_need_a_plan
 from memfit.compiler.request import Request
+from memfit.fitted.installation import fitted_call
 from memfit.fitted.plan import Plan
 
 _BUDGET = 500_000
@@ -74,6 +75,21 @@ def test_the_next_run_does_not_count_the_baseline_step_again(folder: Path) -> No
     assert fitted(2**30).is_plain
 
 
+def test_a_module_of_one_size_is_not_captured_for_many_the_next_time(folder: Path) -> None:
+    def calls(*sizes: int) -> int:
+        model = Net()
+        memfit.fit(model, budget=_BUDGET, optimizer=0)
+        for size in sizes:
+            model(torch.randn(size, 64)).backward()
+            model.zero_grad()
+        return len(fitted_call(model).symbolic.made)
+
+    assert calls(256) == 1  # what comes is not known yet
+    assert calls(256) == 0
+    assert calls(256, 250) == 1  # from the second size on
+    assert calls(256) == 1  # an earlier run had many sizes
+
+
 def test_another_budget_is_another_plan(folder: Path) -> None:
     fitted()
     assert fitted(_BUDGET + 50_000).proof is not None
@@ -115,3 +131,7 @@ def test_the_oldest_plans_go_first(tmp_path: Path) -> None:
         os.utime(path, (1000 - age, 1000 - age))
     drop_oldest(tmp_path, 250)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "b"]
+    for name in "ef":
+        (tmp_path / f"{name}.needed").touch()
+    drop_oldest(tmp_path, 2 * 4096)  # a note counts as much as a file takes at least
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["e", "f"]

@@ -139,7 +139,7 @@ def test_lengths_and_the_last_batch_are_carried_over(told: list[str]) -> None:
         assert is_carried(plan) == (length != 128)
         assert plan.predicted.peak_bytes <= budget
         assert trained.peak(batch) <= budget
-    assert len(fitted_call(trained.fitted).symbolic.made) == 2  # lengths, then lengths and rows
+    assert len(fitted_call(trained.fitted).symbolic.made) == 1  # the first capture is for many lengths and rows
     assert "planned again" not in " ".join(told)
 
 
@@ -272,7 +272,7 @@ def test_steps_with_other_ops_are_searched_anew() -> None:
     for length in (12, 10, 7, 11):
         torch.manual_seed(length)
         assert is_carried(trained.step((torch.randn(64, length, 64),))) == (length != 12)
-    assert not fitted_call(trained.fitted).symbolic.made  # the loop fixes the length, so no trace serves another
+    assert fitted_call(trained.fitted).symbolic.failed == 2  # the loop fixes the length, so no trace serves another
 
 
 class Breaking(nn.Module):

@@ -25,12 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.call_settings import CallSettings
-from memfit.capture.distributed.fsdp import is_sharded
-from memfit.capture.dynamo.graph_at_sizes import NotOfSizesError
-from memfit.capture.dynamo.symbolic_call import SymbolicCall, symbolic_call
-from memfit.capture.state.input_signature import Signature, differ_in_sizes, is_same_call, signature
+from memfit.capture.dynamo.symbolic_call import SymbolicCall
+from memfit.capture.state.input_signature import Signature, is_same_call, signature
 from memfit.capture.training_step import Capture, beside_gradients, device_of
+from memfit.compiler.capture_for_sizes import SymbolicCalls, captured_for_sizes, is_for_sizes, varied_since
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Request
 from memfit.compiler.stages import captured_for, planned_step, resolve_budget, tiers_of
@@ -45,39 +43,19 @@ from memfit.profiling.cost_cache import CostCache, open_cache
 from memfit.profiling.scaled_costs import ScaledCosts, same_ops, scaled_costs
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
-from memfit.torch_compat.core import pytree
 
-__all__ = ["KnownSizes", "SymbolicCalls", "carried_plan"]
+__all__ = ["KnownSizes", "carried_plan"]
 
 log = logging.getLogger(__name__)
 
 _SEARCH_SECONDS = 0.5
 """Nominal seconds of the search where no known order fits."""
 
-_MOST_FAILURES = 2
-"""How often a call for many sizes is tried that cannot be made."""
-
-_MOST_SYMBOLIC = 6
-"""Most calls for many sizes: code that branches on sizes has one for each way it takes, later ways have none."""
-
 _MOST_ORDERS = 3
 """Number of known plans, of the nearest sizes, whose orders are tried."""
 
 _MOST_MEASURED = 2
 """How often ops are measured because a program runs them in chunks."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SymbolicCalls:
-    """The calls of a module that were compiled for many sizes.
-
-    Attributes:
-        made: the calls.
-        failed: how often a call could not be made.
-    """
-
-    made: list[SymbolicCall] = field(default_factory=list)
-    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +69,12 @@ class KnownSizes:
 
     plans: Sequence[CompiledPlan] = ()
     calls: SymbolicCalls = field(default_factory=SymbolicCalls)
+
+    @property
+    def signature(self) -> Signature:
+        """The signature of the nearest size; empty if none is known."""
+        planned = self.plans[0].planned if self.plans else None
+        return () if planned is None else planned.signature
 
 
 @contextlib.contextmanager
@@ -123,7 +107,7 @@ def carried_plan(
         if the step is to be planned from the start.
     """
     usable = [plan for plan in known.plans if plan.planned is not None and not plan.is_tiled]
-    if not usable or request.tiles or request.strategy != "auto" or is_sharded(model):
+    if not usable or not is_for_sizes(model, request):
         return None
     device = device_of(model)
     cache = open_cache(device)
@@ -167,30 +151,15 @@ def _captured(
     assert nearest is not None
     optimizer = nearest.capture.optimizer if nearest.request.optimizer is request.optimizer else None
     captured = functools.partial(captured_for, model, args, kwargs, request, cache, optimizer=optimizer)
-    breaks = any(plan.planned.capture.subgraphs.breaks for plan in usable if plan.planned is not None)
-    if breaks or not request.capture.decide:
+    if any(plan.planned.capture.subgraphs.breaks for plan in usable if plan.planned is not None):
         return captured(), None
-    calls.failed += sum(call.is_broken for call in calls.made)
-    calls.made[:] = [call for call in calls.made if not call.is_broken]
-    now, leaves = signature(model, args, kwargs), pytree.tree_leaves((args, kwargs))
-    for call in [call for call in calls.made if call.serves(now, leaves)]:
-        try:
-            return captured(symbolic=call), None
-        except NotOfSizesError as error:
-            log.debug("a call for many sizes does not serve these: %s", error)
-    varying = _varying(now, leaves, usable, calls.made)
-    if varying and calls.failed < _MOST_FAILURES and len(calls.made) < _MOST_SYMBOLIC:
-        settings = CallSettings(replaced=request.capture.reader().replaced, as_compiled=request.capture.as_compiled)
-        call = symbolic_call(model, now, varying, settings)
-        try:
-            capture = captured(symbolic=call)
-        except NotOfSizesError as error:
-            calls.failed += 1
-            log.info("each size is captured by itself: %s", error)
-        else:
-            calls.made.insert(0, call)
-            return capture, call
-    return captured(), None
+    signatures = [plan.planned.signature for plan in usable if plan.planned is not None]
+    found = captured_for_sizes(
+        *(model, args, kwargs, calls, request),
+        varying=lambda now, leaves: varied_since(now, leaves, signatures, calls.made),
+        captured=lambda call: captured(symbolic=call),
+    )
+    return found or (captured(), None)
 
 
 def _captured_before(
@@ -208,28 +177,6 @@ def _captured_before(
             graph = found.graph.beside("beside the step", request.beside_bytes, ResidentKind.OTHER)
             return replace(found, graph=graph, residents=graph.residents)
     return None
-
-
-def _varying(
-    now: Signature, leaves: Sequence[Any], usable: Sequence[CompiledPlan], made: Sequence[SymbolicCall]
-) -> dict[int, Sequence[int]]:
-    """The sizes that differ from those of a known plan, or were symbols before; empty if one of them is below 2."""
-    signatures = [plan.planned.signature for plan in usable if plan.planned is not None]
-    known = next((one for one in signatures if differ_in_sizes(now, one)), None)
-    if known is None:
-        return {}
-    varying: dict[int, set[int]] = {}
-    for call in [call for call in made if differ_in_sizes(now, call.signature)]:
-        for place, dimensions in call.varying.items():
-            varying.setdefault(place, set()).update(dimensions)
-    for place, (value, other) in enumerate(zip(leaves, known, strict=False)):
-        if isinstance(value, torch.Tensor):
-            for dimension, (size, known_size) in enumerate(zip(value.shape, other[0], strict=True)):
-                if size != known_size:
-                    varying.setdefault(place, set()).add(dimension)
-                    if min(size, known_size) < 2:
-                        return {}
-    return {place: sorted(dimensions) for place, dimensions in varying.items()}
 
 
 def _costs(

@@ -21,13 +21,21 @@ from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import told_plainly
 from memfit.capture.state.detached_inputs import detached
-from memfit.capture.state.input_signature import signature
+from memfit.capture.state.input_signature import is_same_call, signature
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, device_of
+from memfit.compiler.capture_for_sizes import SymbolicCalls, is_for_sizes
 from memfit.compiler.carried_plan import KnownSizes, carried_plan
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import CompiledPlan
-from memfit.compiler.plan_cache import keep_plan, keeps_plans, kept_plan, note_need_of_a_plan
+from memfit.compiler.plan_cache import (
+    is_known_to_have_one_size,
+    keep_plan,
+    keeps_plans,
+    kept_plan,
+    note_many_sizes,
+    note_need_of_a_plan,
+)
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
 from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
@@ -103,7 +111,12 @@ def make_plan(
         told_meanwhile(request.label or type(model).__name__, progress) as tell,
     ):
         carried = None if known is None else _carried(model, args, kwargs, request, known, tell, keep_call)
-        plan = carried or _made(model, args, kwargs, request, progress=tell, keep_call=keep_call)
+        calls = None if known is None else known.calls
+        plan = carried or _for_sizes(model, args, kwargs, request, calls, progress=tell, keep_call=keep_call)
+    if known is not None and known.plans and not known.calls.is_noted:
+        known.calls.is_noted = not is_same_call(signature(model, args, kwargs), known.signature)
+        if known.calls.is_noted:
+            note_many_sizes(model)
     return plan if keep_call else _without_call(plan)
 
 
@@ -137,18 +150,52 @@ def _without_call(plan: CompiledPlan) -> CompiledPlan:
     return replace(plan, planned=replace(plan.planned, capture=plan.planned.capture.without_call()))
 
 
+def _for_sizes(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    calls: SymbolicCalls | None,
+    *,
+    progress: Progress | None,
+    keep_call: bool,
+) -> CompiledPlan:
+    """The plan of a checked request, from a call of the module for many sizes if it keeps the bits."""
+    if calls is not None and _may_have_many_sizes(model, args, kwargs, request, calls):
+        try:
+            return _made(model, args, kwargs, request, calls, progress=progress, keep_call=keep_call)
+        except ExactnessError as error:
+            if not calls.made:
+                raise
+            log.info("a call for many sizes does not keep the bits, so that each size is captured by itself: %s", error)
+            for call in calls.made:
+                call.is_broken = True
+    return _made(model, args, kwargs, request, None, progress=progress, keep_call=keep_call)
+
+
+def _may_have_many_sizes(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, calls: SymbolicCalls
+) -> bool:
+    """Whether the step is captured for many sizes: not where earlier runs had one size, since that takes longer."""
+    if not is_for_sizes(model, request):
+        return False
+    budget_bytes = resolve_budget(request.budget, device_of(model))
+    return bool(calls.made) or not is_known_to_have_one_size(model, args, kwargs, request, budget_bytes)
+
+
 def _made(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     request: Request,
+    calls: SymbolicCalls | None,
     *,
     progress: Progress | None,
     keep_call: bool,
 ) -> CompiledPlan:
     """The plan of a checked request."""
     device = device_of(model)
-    step = capture_and_profile(model, args, kwargs, request, progress=progress)
+    step = capture_and_profile(model, args, kwargs, request, calls=calls, progress=progress)
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:
         return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress, keep_call=keep_call)
@@ -164,14 +211,14 @@ def _made(
         if without is None:
             raise
         log.info("planned without gradients for what the forward pass leaves behind: %s", error)
-        plan = _made(model, args, kwargs, without, progress=progress, keep_call=keep_call and not request.told)
+        plan = _made(model, args, kwargs, without, calls, progress=progress, keep_call=keep_call and not request.told)
     if not request.told or not step[0].assumed:
         return plan
     # The loop brings gradients that the loss alone does not. The plan without them is exact, so the plan with them is
     # exact too; but with them, the baseline step of the loss alone is another step.
     capture = replace(request.capture, cut_between=without.capture.cut_between)
     with_them = replace(request, capture=capture, told=False, proves_gradients=False)
-    return _made(model, args, kwargs, with_them, progress=progress, keep_call=keep_call)
+    return _made(model, args, kwargs, with_them, calls, progress=progress, keep_call=keep_call)
 
 
 def _without_zeros(request: Request, capture: Capture) -> Request | None:

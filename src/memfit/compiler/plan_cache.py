@@ -37,16 +37,20 @@ from memfit.sim.verifier import check
 
 __all__ = [
     "drop_oldest",
+    "is_known_to_have_one_size",
     "is_known_to_need_a_plan",
     "keep_plan",
     "keeps_plans",
     "kept_plan",
+    "note_many_sizes",
     "note_need_of_a_plan",
 ]
 
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 256 << 20
+_NOTE_BYTES = 4096
+"""What an empty file counts."""
 
 
 def keeps_plans() -> bool:
@@ -110,10 +114,31 @@ def note_need_of_a_plan(model: nn.Module, args: Any, kwargs: Any, plan: Compiled
         _mark(model, args, kwargs, plan.planned.request, plan.budget_bytes).touch(mode=0o600)
 
 
+def is_known_to_have_one_size(model: nn.Module, args: Any, kwargs: Any, request: Request, budget_bytes: int) -> bool:
+    """Whether an earlier run made a plan for such a call, and no run made one from it for another size."""
+    return is_known_to_need_a_plan(model, args, kwargs, request, budget_bytes) and not _mark_of_sizes(model).exists()
+
+
+def note_many_sizes(model: nn.Module) -> None:
+    """Notes that a module is called with inputs of several sizes."""
+    if keeps_plans():
+        with contextlib.suppress(OSError):
+            path = _mark_of_sizes(model)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+
+
 def _mark(model: nn.Module, args: Any, kwargs: Any, request: Request, budget_bytes: int) -> Path:
     optimizer = type(request.whole_optimizer).__qualname__
-    facts = json.dumps([fingerprint(model, args, kwargs), budget_bytes, optimizer, request.beside_bytes])
-    return cache_directory() / "plans" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.needed"
+    return _mark_for([fingerprint(model, args, kwargs), budget_bytes, optimizer, request.beside_bytes], "needed")
+
+
+def _mark_of_sizes(model: nn.Module) -> Path:
+    return _mark_for([fingerprint(model, (), {})], "sizes")
+
+
+def _mark_for(facts: list[Any], kind: str) -> Path:
+    return cache_directory() / "plans" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.{kind}"
 
 
 def _path(graph: StepGraph, request: Request, budget_bytes: int, device: torch.device) -> Path:
@@ -124,10 +149,10 @@ def _path(graph: StepGraph, request: Request, budget_bytes: int, device: torch.d
 
 
 def drop_oldest(folder: Path, most_bytes: int) -> None:
-    """Removes the plans that were used least recently, until the others take no more than a number of bytes."""
-    found = sorted(((path.stat(), path) for path in folder.glob("*.json")), key=lambda one: -one[0].st_mtime_ns)
+    """Removes the plans and notes that were used least recently, until the others take a number of bytes at most."""
+    found = sorted(((path.stat(), path) for path in folder.iterdir()), key=lambda one: -one[0].st_mtime_ns)
     total = 0
     for state, path in found:
-        total += state.st_size
+        total += state.st_size or _NOTE_BYTES
         if total > most_bytes:
             path.unlink(missing_ok=True)

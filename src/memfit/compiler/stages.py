@@ -21,6 +21,7 @@ from memfit.capture.optimizer.state import OptimizerCost, OptimizerPart, optimiz
 from memfit.capture.optimizer.unwrapped import check_optimizer
 from memfit.capture.state.input_signature import signature
 from memfit.capture.training_step import Capture, capture_step, check_step, device_of, read_again
+from memfit.compiler.capture_for_sizes import SymbolicCalls, captured_for_sizes, guessed_to_vary
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Planned, Progress, Request
@@ -97,6 +98,7 @@ def capture_and_profile(
     *,
     grid: tuple[int, ...] = (),
     before: Capture | None = None,
+    calls: SymbolicCalls | None = None,
     cache: CostCache | None = None,
     progress: Progress | None = None,
 ) -> tuple[Capture, StepGraph]:
@@ -109,6 +111,7 @@ def capture_and_profile(
         request: budget and other requirements.
         grid: grid of tiles of the step, for the lever `tile`; empty for no tiles.
         before: a capture for the same request, perhaps in other tiles; its trace is reused.
+        calls: calls of the module for many sizes, for a capture that serves other sizes too if it can.
         cache: known costs; by default those of this machine.
         progress: called with the progress.
     """
@@ -119,7 +122,7 @@ def capture_and_profile(
     # All processes of a sharded module must make the same plan, whatever bits each of them measures.
     separate = _never if is_sharded(model) else known_separable(cache)
     if before is None:
-        capture = _captured(model, args, kwargs, request, separate=separate, grid=grid)
+        capture = _for_sizes(model, args, kwargs, request, calls, separate=separate, grid=grid)
     else:
         capture = read_again(before, separate=separate, grid=grid, device_type=device.type)
     if not is_sharded(model):
@@ -134,6 +137,33 @@ def capture_and_profile(
     graph = profile_ops(capture, device, cache, progress=profiling)
     graph = agreed_step(model, tiers_of(graph, request, device), device)
     return replace(capture, graph=graph), graph
+
+
+def _for_sizes(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    calls: SymbolicCalls | None,
+    *,
+    separate: Callable[[str], bool],
+    grid: tuple[int, ...],
+) -> Capture:
+    """The captured step, from a call for many sizes if there may be one."""
+
+    def captured(symbolic: SymbolicCall | None) -> Capture:
+        asked = replace(request, capture=replace(request.capture, symbolic=symbolic))
+        return _captured(model, args, kwargs, asked, separate=separate, grid=grid)
+
+    if calls is not None:
+        found = captured_for_sizes(
+            *(model, args, kwargs, calls, request),
+            varying=lambda _, leaves: {} if calls.made else guessed_to_vary(leaves),
+            captured=captured,
+        )
+        if found is not None:
+            return found[0]
+    return captured(None)
 
 
 def captured_for(

@@ -27,7 +27,8 @@ from memfit.capture.state.input_signature import Signature, nearest, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import device_of
-from memfit.compiler.carried_plan import KnownSizes, SymbolicCalls
+from memfit.compiler.capture_for_sizes import SymbolicCalls
+from memfit.compiler.carried_plan import KnownSizes
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Planned, Request
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
@@ -341,12 +342,12 @@ class Fitted:
                 return self._over_budget(model, key, args, kwargs, error)
 
     def _of_other_sizes(self, key: Signature) -> KnownSizes | None:
-        """The steps whose decisions a plan for these inputs may take over; None if it is planned from the start."""
-        present = self.plans.get(key)
-        if key in self.changed or (present is not None and key not in self.carried):
+        """What a plan for these inputs may take over; None if the module has changed."""
+        if key in self.changed:
             return None
-        plans = [self.plans[other] for other in nearest(key, self.plans)]
-        return KnownSizes(plans=plans, calls=self.symbolic) if plans else None
+        is_new = key not in self.plans or key in self.carried
+        plans = [self.plans[other] for other in nearest(key, self.plans)] if is_new else []
+        return KnownSizes(plans=plans, calls=self.symbolic)
 
     def _made(
         self, model: nn.Module, args: Any, kwargs: Any, request: Request, known: KnownSizes | None = None

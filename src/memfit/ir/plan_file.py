@@ -22,7 +22,7 @@ from memfit.ir.program import Program
 
 __all__ = ["SCHEMA_VERSION", "Decision", "PlanFile", "Prediction", "fingerprint_difference", "load_plan", "save_plan"]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from memfit.ir.slicing import BySlices
 __all__ = ["decode_graph", "encode_graph", "graph_digest"]
 
 _STRUCTURE = (
-    *("name", "target", "phase", "subgraph", "reads", "writes"),
+    *("target", "phase", "subgraph", "reads", "writes"),
     *("in_place_over", "random_state_bytes", "recomputable"),
 )
 
@@ -115,8 +115,9 @@ def _size(graph: StepGraph, storage: int) -> int:
 def graph_digest(graph: StepGraph) -> str:
     """SHA-256 of the properties that must be equal for a program of one step to be a program of another one.
 
-    Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's transient
-    memory), memory that exists before the step, and labels do not count.
+    Targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's transient memory),
+    memory that exists before the step, and labels do not count. Nor do the names of ops: a graph that was traced with
+    symbols for sizes numbers them in another way.
     """
     ops = [[getattr(run, name) for run in (op, op.later) for name in _STRUCTURE] for op in graph.ops]
     storages = [[storage.nbytes, storage.kind] for storage in graph.storages]

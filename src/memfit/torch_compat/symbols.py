@@ -59,8 +59,8 @@ def _of_two_once(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
     known: dict[Any, Any] = {}
 
     def once(one: Any, other: Any) -> Any:
-        if not isinstance(other, SymNode):
-            return compute(one, other)
+        if not isinstance(other, SymNode) or float in (one.pytype, other.pytype):
+            return compute(one, other)  # equal expressions of floats may be rounded in different orders
         key = (one._expr, one.pytype, other._expr, other.pytype, one.shape_env, _tracer())
         found = known.get(key)
         if found is None:

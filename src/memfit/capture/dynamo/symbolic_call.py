@@ -105,7 +105,7 @@ class SymbolicCall:
         if not all(isinstance(example, FakeTensor) for example in examples):
             raise NotOfSizesError("an input is no tensor")
         sizes: list[Any] = [size for example in examples for size in example.shape]
-        if not any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in sizes):
+        if not any(_is_symbol(size) for size in sizes):
             raise NotOfSizesError("the code of the module fixes the sizes")
         self.graph = as_dynamo_made(gm, examples, "", gathered=False)
         mode = self.graph.context.fake_mode
@@ -134,6 +134,13 @@ class SymbolicCall:
             log.debug("a call for many sizes does not serve these: %s", error)
             return False
         return True
+
+    def fixes(self, signature: Signature) -> bool:
+        """Whether the graph has a number for a size that is another one in a call of this signature."""
+        assert self.graph is not None
+        shapes = [(signature[place][0], self.graph.inputs[own].shape) for place, own in self.given]
+        pairs = [pair for both in shapes for pair in zip(*both, strict=True)]
+        return any(not _is_symbol(mine) and mine != theirs for theirs, mine in pairs)
 
     def sizes(self, operands: Sequence[Any], leaves: Sequence[Any]) -> Sizes:
         """The sizes of some operands.
@@ -241,6 +248,11 @@ def recorded_at_sizes(
             _SERVING.reset(token)
 
     return run
+
+
+def _is_symbol(size: Any) -> bool:
+    """Whether a size is a symbol, or made of some, and not fixed by the code of the module."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _sizes_from_tensors(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]:
