@@ -9,8 +9,11 @@ keeps an autograd edge to the node that runs the graph backward, so its gradient
 node then recomputes the graph's forward pass as plain code, from the same inputs and random state, and differentiates
 all outputs at once, so that autograd sums in eager's order. Later calls are planned with all outputs.
 
-Known limits: a graph that reads a tensor that it overwrites, or whose inputs have changed, cannot be recomputed. This
-is an error.
+An input that the graph reads and then overwrites, such as the running statistics of a normalisation, is copied before
+the run.
+
+Known limits: a graph whose other inputs have changed, or which adds gradients to existing ones, cannot be recomputed.
+This is an error. The copies are in the measured peak, not in the predicted one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import fx
 
 from memfit.capture.dynamo.dynamo_graph import attach_outputs, copied
 from memfit.errors import PlanMismatchError
+from memfit.fxir.alias_analysis import overwritten_inputs
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
 from memfit.runtime.loop.gradient_terms import Parts, Terms, collect_terms
@@ -40,11 +44,13 @@ class WholeGraph:
         call: runs the graph as plain code with no output cut; None if the graph cannot run a second time.
         random: whether the graph draws random numbers.
         cut: positions of the outputs that were cut.
+        kept: positions of the inputs that the graph reads and overwrites.
     """
 
     call: Callable[..., Any] | None
     random: bool
     cut: tuple[int, ...]
+    kept: tuple[int, ...] = ()
 
 
 def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *, aligned: bool) -> WholeGraph:
@@ -57,13 +63,20 @@ def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *
         aligned: whether the backward pass returns a gradient for each input of Dynamo's graph.
     """
     forward = [op for op in reading.ops if op.phase is Phase.FORWARD]
-    once = {s for op in forward if not op.recomputable for s in op.writes}
-    able = aligned and not reading.accumulated and not any(op.recomputable and once & {*op.reads} for op in forward)
-    whole = copied(gm) if able else None
+    used = {*reading.output_storages, *(s for op in forward for s in op.reads)}
+    once = {s for op in forward if not op.recomputable and used & {*op.writes} for s in op.reads}
+    overwritten = once & overwritten_inputs(reading.module.graph, reading.storage_of)
+    inputs = reading.module.graph.find_nodes(op="placeholder")[: len(gm.graph.find_nodes(op="placeholder"))]
+    kept = [place for place, node in enumerate(inputs) if reading.storage_of.get(node) in overwritten]
+    share_memory = len({reading.storage_of[inputs[place]] for place in kept}) < len(kept)
+    whole = copied(gm) if aligned and not reading.accumulated and not share_memory else None
     if whole is not None:
         attach_outputs(whole, cut)
     return WholeGraph(
-        call=None if whole is None else whole.forward, random=any(op.random for op in forward), cut=tuple(cut)
+        call=None if whole is None else whole.forward,
+        random=any(op.random for op in forward),
+        cut=tuple(cut),
+        kept=() if whole is None else tuple(kept),
     )
 
 
@@ -80,6 +93,7 @@ class Begun:
             object, so its 5 KiB do not count as tensor memory.
         cuda_states: state of each GPU's generator.
         autocast: by device type, the autocast dtype; None where autocast was off.
+        kept: copies of the inputs that the graph reads and overwrites, by position.
     """
 
     whole: WholeGraph
@@ -89,6 +103,7 @@ class Begun:
     random_before: torch.Generator | None
     cuda_states: tuple[torch.Tensor, ...]
     autocast: Mapping[str, torch.dtype | None]
+    kept: Mapping[int, torch.Tensor]
 
     @classmethod
     def now(cls, whole: WholeGraph, inputs: tuple[Any, ...]) -> Begun:
@@ -97,7 +112,8 @@ class Begun:
         on = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices}
         before = torch.default_generator.clone_state() if whole.random else None
         cuda_states = tuple(torch.cuda.get_rng_state_all()) if whole.random and "cuda" in devices else ()
-        return cls(whole, inputs, _versions(inputs), (), before, cuda_states, on)
+        kept = {place: inputs[place].detach().clone() for place in whole.kept}
+        return cls(whole, inputs, _versions(inputs), (), before, cuda_states, on, kept)
 
     def done(self) -> None:
         """Records the versions right after the run."""
@@ -128,15 +144,17 @@ class Begun:
         if call is None or not self.can_recompute():
             raise PlanMismatchError(
                 "a gradient arrived for an output that the loss given to memfit does not use, and the forward pass "
-                "cannot be recomputed for it, since it reads a tensor it overwrites or its inputs were overwritten; "
+                "cannot be recomputed for it, since its inputs were overwritten; "
                 "pass the loss you really use, memfit.fit(..., loss_fn=...)"
             )
         written = [before != after for before, after in zip(self.versions, self.after, strict=True)]
         leaves = [
-            (value.detach().clone() if overwritten else value.detach()).requires_grad_(value.requires_grad)
+            (self.kept.get(place, value).detach().clone() if overwritten else value.detach()).requires_grad_(
+                value.requires_grad
+            )
             if isinstance(value, torch.Tensor)
             else value
-            for value, overwritten in zip(self.inputs, written, strict=True)
+            for place, (value, overwritten) in enumerate(zip(self.inputs, written, strict=True))
         ]
         with torch.enable_grad(), self._as_before():
             outputs = call(*leaves)
