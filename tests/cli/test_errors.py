@@ -136,5 +136,7 @@ def test_progress_bars_are_silent_where_nobody_looks(capsys: pytest.CaptureFixtu
         progress("profile", 0, 2)
         progress("profile", 2, 2)
         progress("profile", 0, 3)
+        progress("plan", 0, 1)
+        progress("plan (variations, best so far +4.8% step time)", 3, 32)
     out, err = capsys.readouterr()
-    assert out == "" and "profile" in err
+    assert out == "" and "profile" in err and "plan (variations" in err

@@ -103,6 +103,21 @@ def test_without_an_optimizer_the_one_that_trains_is_found_at_the_first_call() -
     assert found - none >= sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize("way", ["model.forward(x)", "model.eval()", "model(x)"])
+def test_a_model_that_is_trained_without_its_call_is_told(way: str, told: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    memfit.fit(model, budget="1GiB", optimizer=optimizer)
+    for _ in range(2):
+        if way == "model.eval()":
+            model.eval()
+        output = model.forward(torch.ones(2, 8)) if way == "model.forward(x)" else model(torch.ones(2, 8))
+        output.sum().backward()
+        optimizer.step()
+    warnings = [line for line in told if "without a call of the module in training mode" in line]
+    assert len(warnings) == (way != "model(x)")
+
+
 def test_a_step_that_fits_runs_without_a_plan() -> None:
     def lazily(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         memfit.fit(model, budget="1GiB", optimizer=optimizer)

@@ -398,6 +398,28 @@ def test_another_form_of_the_same_call_and_nones_are_carried_over() -> None:
         assert calls.latest is not None and is_carried(calls.latest) == (len(arguments) > 1)
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, weight: float) -> Tensor:
+        return self.layer(x).square().mean() * weight
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_number_that_is_another_one_each_time_is_told(as_tensor: bool, told: list[str]) -> None:
+    model = Weighted()
+    memfit.fit(model, budget="1GiB", optimizer=0)
+    for weight in (0.1, 0.2, 0.3, 0.4, 0.5):
+        given = torch.tensor(weight) if as_tensor else weight
+        x = torch.randn(4, 8)
+        assert torch.equal(model(x, weight=given), model._call_impl(x, weight=given))
+    warnings = [line for line in told if "called with many numbers as weight" in line]
+    assert len(warnings) == (not as_tensor)
+    assert len(fitted_call(model).plans) == (1 if as_tensor else 5)
+
+
 @torch.library.custom_op("memfit_tests::hungry", mutates_args=())
 def hungry(x: Tensor) -> Tensor:
     """Takes far more memory for many rows than for few: what is measured for few does not tell."""

@@ -125,6 +125,12 @@ def test_another_budget_than_that_of_the_environment_is_taken() -> None:
     assert "within 1GiB" in found.stderr and "1KiB" not in found.stderr
 
 
+HEAD = """
+import threading
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+"""
 LOOP = """
 torch.manual_seed(0)
 model = Model()
@@ -139,8 +145,7 @@ print(sum(p.sum().item() for p in model.parameters()))
 def test_a_model_that_cannot_be_planned_runs_as_it_is_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "opaque.py"
     script.write_text(
-        "import torch\nfrom torch import nn\n"
-        "class Model(nn.Module):\n"
+        HEAD + "class Model(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.inner = nn.Linear(256, 256)\n"
         "    @torch.compiler.disable\n    def forward(self, x):\n        return self.inner(x).sum()\n" + LOOP
     )
@@ -149,20 +154,44 @@ def test_a_model_that_cannot_be_planned_runs_as_it_is_with_the_reason(tmp_path: 
     assert "cannot be planned" in found.stderr and "runs plainly" in found.stderr.replace("\n", " ")
 
 
+DEEP = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gradient_checkpointing = True
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)))
+    def forward(self, x):
+        for one in self.inner:
+            x = CALL
+        return x.sum()
+"""
+
+
 def test_a_model_that_checkpoints_itself_is_planned_as_if_it_did_not(tmp_path: Path) -> None:
     script = tmp_path / "checkpointed.py"
-    script.write_text(
-        "import torch\nfrom torch import nn\nfrom torch.utils.checkpoint import checkpoint\n"
-        "class Model(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.gradient_checkpointing = True\n"
-        "        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)))\n"
-        "    def forward(self, x):\n"
-        "        for one in self.inner:\n            x = checkpoint(one, x, use_reentrant=False)\n"
-        "        return x.sum()\n" + LOOP
-    )
+    script.write_text(HEAD + DEEP.replace("CALL", "checkpoint(one, x, use_reentrant=False)") + LOOP)
     plain, found = ran(str(script)), by_memfit("3.05MiB", str(script))
     assert (found.returncode, found.stdout) == (0, plain.stdout), found.stderr
     assert "Model checkpoints itself; where it is planned, its plan takes the place of its checkpoints" in found.stderr
     assert "memfit: Model: Fits: " in found.stderr
+
+
+def test_a_model_that_is_trained_in_another_thread_is_planned(tmp_path: Path) -> None:
+    script = tmp_path / "threads.py"
+    body = LOOP.replace("\n", "\n    ").rstrip()
+    script.write_text(
+        HEAD + DEEP.replace("CALL", "one(x)") + "def train():" + body + "\n"
+        "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n"
+    )
+    plain, found = ran(str(script)), by_memfit("3.05MiB", str(script))
+    assert (found.returncode, found.stdout) == (0, plain.stdout), found.stderr
+    assert "memfit: Model: Fits: " in found.stderr
+
+
+def test_a_model_whose_forward_is_called_directly_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "direct.py"
+    script.write_text(HEAD + DEEP.replace("CALL", "one(x)") + LOOP.replace("model(torch", "model.forward(torch"))
+    plain, found = ran(str(script)), by_memfit("3.05MiB", str(script))
+    assert (found.returncode, found.stdout) == (0, plain.stdout), found.stderr
+    assert found.stderr.count("the script calls Model.forward directly") == 1
+    assert "found" not in found.stderr and "no training step" not in found.stderr

@@ -35,7 +35,7 @@ from memfit.planner.analysis.explain import decisions, prediction
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.budget_limit import fitting
-from memfit.planner.effort import search_limit
+from memfit.planner.effort import Effort, search_limit
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_budget, least_order
@@ -62,6 +62,9 @@ __all__ = [
 
 Step = tuple[Capture, StepGraph]
 """A captured step and its profiled graph."""
+
+_MOST_SEARCHES = 4
+"""The most that a search takes, as a multiple of its nominal seconds."""
 
 _BITWISE = ("keep", "recompute", "swap")
 _ALL = (*_BITWISE, "tile")
@@ -242,9 +245,16 @@ def plan_captured(
     progress: Progress | None = None,
 ) -> CompiledPlan:
     """Plans a profiled step without running it."""
-    if progress is not None:
-        progress("plan", 0, 1)
-    program, bound_seconds = agreed_program(model, lambda: _program(graph, request, budget_bytes), device_of(model))
+    most, effort = _MOST_SEARCHES * search_limit(request.search_seconds), Effort()
+
+    def searching(attempt: str) -> None:
+        if progress is not None:
+            progress(f"plan ({attempt})" if attempt else "plan", int(10 * effort.seconds), max(1, int(10 * most)))
+
+    searching("")
+    program, bound_seconds = agreed_program(
+        model, lambda: _program(graph, request, budget_bytes, searching, effort), device_of(model)
+    )
     plan = planned_step(model, args, kwargs, (capture, graph), request, budget_bytes, program, bound_seconds)
     if progress is not None:
         progress("plan", 1, 1)
@@ -284,10 +294,18 @@ def planned_step(
     )
 
 
-def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Program, float]:
+def _program(
+    graph: StepGraph, request: Request, budget_bytes: int, progress: Callable[[str], None], effort: Effort
+) -> tuple[Program, float]:
     strategy = request.strategy
     if strategy == "auto":
-        found = find_program(*(graph, budget_bytes), seconds=request.search_seconds, any_speed=request.any_speed)
+        found = find_program(
+            *(graph, budget_bytes),
+            seconds=request.search_seconds,
+            progress=progress,
+            any_speed=request.any_speed,
+            effort=effort,
+        )
         return found.program, found.bound_seconds
     program = strategies.program(strategy, graph, budget_bytes)
     timeline = simulate(graph, program)

@@ -23,7 +23,7 @@ from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
 from memfit.capture.optimizer.live import live_optimizer
-from memfit.capture.state.input_signature import Signature, nearest, signature
+from memfit.capture.state.input_signature import Signature, differing_number, name_of_leaf, nearest, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import device_of
@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 
 _PLANNING = threading.RLock()
 """Lock held while a module is planned: Dynamo, the profiler and a model's snapshot allow one thread at a time."""
+
+_MOST_NUMBERS = 3
+"""How many numbers an argument has before a warning is given."""
 
 _MOST_STRAYS = 3
 """Maximum number of times a module is planned again because a step did not run as planned."""
@@ -149,7 +152,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         key = self.variants.signature(signature(model, args, kwargs, state), self.calls, model, args, kwargs)
         if key not in self.seen:
-            self._begin_size(model, key)
+            self._begin_size(model, key, args, kwargs)
         if key in self.loops.differentiated_twice:
             self.tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
@@ -185,7 +188,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
 
-    def _begin_size(self, model: nn.Module, key: Signature) -> None:
+    def _begin_size(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> None:
         """Takes over what is known of the nearest size, before the first step of a size."""
         self.seen.add(key)
         if self.finds_optimizer and (found := live_optimizer(model, device_of(model).type)) is not None:
@@ -193,6 +196,13 @@ class Fitted:
             self.request = replace(self.request, optimizer=found)
         for known in nearest(key, self.plans)[:1]:
             self.loops.inherit(key, known)
+        places = Counter(place for known in self.plans if (place := differing_number(key, known)) is not None)
+        for place in [place for place, count in places.items() if count >= _MOST_NUMBERS]:
+            self.tell(
+                f"number {place}",
+                f"is called with many numbers as {name_of_leaf(args, kwargs, place)}, and each is planned, which takes "
+                "about a second; passed as a tensor, all have one plan",
+            )
 
     def _end_watch(self, model: nn.Module) -> None:
         """Ends the watch of the step before, which ran without a plan, when the module is called again."""

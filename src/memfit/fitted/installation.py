@@ -7,9 +7,11 @@ import weakref
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
+from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
@@ -100,7 +102,32 @@ def install_unplanned(
     fitted = Fitted(weakref.ref(inner), request, replan, gives_up=gives_up, advise=advise)
     fitted.finds_optimizer = request.optimizer is None
     _put(inner, fitted)
+    if isinstance(request.whole_optimizer, torch.optim.Optimizer):
+        _tell_if_passed_by(inner, request.whole_optimizer)
     return model
+
+
+def _tell_if_passed_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Has a warning given if the first step of the optimizer finds gradients that no call in training mode made."""
+    held = weakref.ref(model)
+
+    def stepped(_: torch.optim.Optimizer, *__: Any) -> None:
+        if in_own_call():
+            return
+        handle.remove()
+        trained = held()
+        call = None if trained is None else getattr(trained, "_compiled_call_impl", None)
+        if trained is None or not isinstance(call, Fitted) or call.seen:
+            return
+        if all(p.grad is None for p in trained.parameters()):
+            return
+        call.tell(
+            "passed by",
+            "was trained without a call of the module in training mode, so its steps are not planned; memfit plans "
+            "calls after model.train(), and model(x), not model.forward(x)",
+        )
+
+    handle = optimizer.register_step_post_hook(stepped)
 
 
 def fits_plainly(model: nn.Module, args: Any, kwargs: Any, request: Request, replan: Replanner) -> bool:

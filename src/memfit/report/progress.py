@@ -35,11 +35,12 @@ def progress_bars(*, enabled: bool | None = None) -> Iterator[Callable[[str, int
     with Progress(*columns, console=Console(stderr=True, force_terminal=enabled), transient=True) as bars:
 
         def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
+            name, _, _ = stage.partition(" (")  # the rest tells what was found so far
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
             elif done == 0:
-                bars.reset(tasks[stage])
-            bars.update(tasks[stage], completed=done, total=total)
+                bars.reset(tasks[name])
+            bars.update(tasks[name], description=stage, completed=done, total=total)
 
         yield show
 

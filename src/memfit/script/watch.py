@@ -7,8 +7,9 @@ Torch calls nobody when an optimizer is made or a module is called, so `Optimize
 replaced: the latter only until every optimizer has stepped, and never while a model runs, so that no tracer meets it.
 `torch.compile` of a module would compile the module without its plan; it returns the module as it is.
 
-Known limits: a model whose `forward` is called directly is not found. Models in one process share the budget: each is
-planned with the parameters, gradients and optimizer state of the others beside it, not with their activations.
+Known limits: a model whose `forward` is called directly is told, and not planned. Models in one process share the
+budget: each is planned with the parameters, gradients and optimizer state of the others beside it, not with their
+activations. Of models that are trained in several threads at once, one may be found a step later than it is called.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import atexit
 import functools
 import logging
 import sys
-import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Watch:
         models: the models that have the slot of a plan, and the name of each.
         inner: the modules in these models; a checkpoint calls them by themselves, in the backward pass.
         others: outermost modules that were called and are not trained, such as a teacher.
+        direct: models whose `forward` the script calls directly.
         plain_call: `nn.Module.__call__` as it was.
         spoken: when progress was told last.
     """
@@ -75,6 +77,7 @@ class Watch:
     models: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
     inner: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     others: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    direct: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     plain_call: Callable[..., Any] = nn.Module.__call__
     spoken: float = 0.0
 
@@ -115,7 +118,7 @@ class Watch:
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a module, after the slot of a plan was put into it if it is a model that trains."""
-        if torch.compiler.is_compiling() or in_own_call() or threading.current_thread() is not threading.main_thread():
+        if torch.compiler.is_compiling() or in_own_call():
             return self.plain_call(module, *args, **kwargs)
         trains = module.training and torch.is_grad_enabled() and self.optimizer_of(module) is not None
         if module in self.inner or in_backward_pass() or not trains:
@@ -123,7 +126,10 @@ class Watch:
             return self.plain_call(module, *args, **kwargs)
         looking, nn.Module.__call__ = nn.Module.__call__, self.plain_call  # type: ignore[method-assign]
         try:
-            if all(model() is not unwrapped(module) for model, _ in self.models):
+            around = _forward_around(module)
+            if around is not None and around is not unwrapped(module):
+                self.called_directly(around)
+            elif all(model() is not unwrapped(module) for model, _ in self.models):
                 self.found(module, args, kwargs)
             return self.plain_call(module, *args, **kwargs)
         finally:
@@ -163,6 +169,16 @@ class Watch:
         install_unplanned(module, request, self.planned, gives_up=True, advise=micro_batch_advice)
         self.models.append((weakref.ref(unwrapped(module)), name))
         self.inner |= {one for one in unwrapped(module).modules() if one is not unwrapped(module)}
+
+    def called_directly(self, module: nn.Module) -> None:
+        """Tells that a model runs as it is, since its `forward` is called without the module's own call."""
+        log.warning(
+            "the script calls %s.forward directly, which passes by the module's call, and the plan in it, so that its "
+            "steps run as they are; call the module instead, model(x)",
+            type(module).__name__,
+        )
+        self.direct.add(module)
+        self.inner |= {*module.modules()}
 
     def beside_bytes(self, module: nn.Module, optimizer: Optimizer | None) -> int:
         """Bytes of what else the script trains or calls: parameters, gradients and the state of other optimizers."""
@@ -263,8 +279,21 @@ def _end(seen: Watch, *, in_child: bool) -> None:
     lines = seen.summary()
     for line in lines:
         log.warning("%s", line)
-    if not seen.models and not in_child and not seen.options.dry_run:
+    if not seen.models and not seen.direct and not in_child and not seen.options.dry_run:
         log.warning("no training step was seen, so nothing was planned")
+
+
+def _forward_around(module: nn.Module) -> nn.Module | None:
+    """The outermost training module whose `forward` is on the stack and that holds a module; None if there is none."""
+    found: nn.Module | None = None
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner.training and any(part is module for part in owner.modules()):
+                found = owner
+        frame = frame.f_back
+    return found
 
 
 def _speak() -> None:

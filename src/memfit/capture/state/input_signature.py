@@ -13,7 +13,16 @@ from memfit.capture.state.module_state import ModuleState, module_state
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.torch_compat.core import pytree
 
-__all__ = ["Signature", "differ_in_sizes", "is_larger", "is_same_call", "nearest", "signature"]
+__all__ = [
+    "Signature",
+    "differ_in_sizes",
+    "differing_number",
+    "is_larger",
+    "is_same_call",
+    "name_of_leaf",
+    "nearest",
+    "signature",
+]
 
 Signature = tuple[Any, ...]
 
@@ -82,6 +91,29 @@ def is_same_call(one: Signature, other: Signature) -> bool:
     return _without_gradients(one) == _without_gradients(other)
 
 
+def name_of_leaf(args: Any, kwargs: Any, place: int) -> str:
+    """A name of one leaf of the arguments of a call: `scale`, or `argument 1`."""
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), kwargs))
+    _, first, *rest = paths[place][0]
+    inside = pytree.keystr(tuple(rest))
+    return (
+        f"argument {first.idx + 1}{inside}"
+        if isinstance(first, pytree.SequenceKey)
+        else f"{getattr(first, 'key', first)}{inside}"
+    )
+
+
+def differing_number(one: Signature, other: Signature) -> int | None:
+    """The place of the number in which alone two calls differ, among the leaves of the arguments; None without one."""
+    mine, theirs = _without_gradients(one), _without_gradients(other)
+    if len(mine) != len(theirs):
+        return None
+    places = [place for place, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]]
+    if len(places) != 1 or not all(_is_number(key[places[0]]) for key in (mine, theirs)):
+        return None
+    return places[0]
+
+
 def differ_in_sizes(one: Signature, other: Signature) -> bool:
     """Whether two calls differ in nothing but sizes, and whether gradients exist already."""
     return _sizes_of_both(_without_gradients(one), _without_gradients(other)) is not None
@@ -95,8 +127,7 @@ def _without_gradients(key: Signature) -> Signature:
 def _loosely(key: Signature) -> Signature:
     """A signature without what changes few ops of a step."""
     inputs, rest = _divided(key)
-    numbers = (int, float)
-    kept = (entry[0] if isinstance(entry, tuple) and entry[0] in numbers else entry for entry in inputs)
+    kept = (entry[0] if _is_number(entry) else entry for entry in inputs)
     same, _, _, hooks, *settings = rest
     return (*(entry for entry in kept if entry is not None), same, hooks, *settings)
 
@@ -121,6 +152,10 @@ def _sizes_of_both(one: Signature, other: Signature) -> list[tuple[int, int]] | 
         else:
             found += zip(mine[0], theirs[0], strict=True)
     return found
+
+
+def _is_number(entry: object) -> bool:
+    return isinstance(entry, tuple) and bool(entry) and entry[0] in (int, float)
 
 
 def _is_tensor(entry: object) -> bool:

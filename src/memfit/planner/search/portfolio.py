@@ -125,7 +125,7 @@ def find_order(
         budget_bytes: peak of the step.
         seconds: work of the search in nominal seconds, up to four times as much while far from the bound. For a large
             step, three quarters of `seconds`, up to twice `seconds` while very far from the bound.
-        progress: called with the name of each start.
+        progress: called with the name of each start, and the step time of the best program so far.
         moves: functions for swaps, if second runs of ops stand for swaps.
         last_resort: the search for an order of any speed if none is found in time.
         any_speed: whether to search for an order of any speed only, without bounds.
@@ -180,11 +180,14 @@ def find_order(
             patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
         return gap < CLOSE or own.exceeds(share * patience)
 
+    def tell(name: str) -> None:
+        if progress is not None:
+            progress(name if best is None else f"{name}, best so far {best.timeline.overhead:+.1%} step time")
+
     in_one_try = any_speed or budget_bytes < widest_op_bytes(graph)
     rotor_first = is_large and moves is not None
     for name, start in () if in_one_try else _starts(lean, budget_bytes, seconds, own, rotor_first=rotor_first):
-        if progress is not None:
-            progress(name)
+        tell(name)
         fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes, effort=own)
         if fitting is not None:
             try_filled(fitting)
@@ -195,6 +198,7 @@ def find_order(
         if time_is_up(1.0) or in_vain == _IN_VAIN:
             break
         before = best
+        tell("variations")
         try_filled(fitting)
         in_vain = in_vain + 1 if best is before else 0
     if best is None:
