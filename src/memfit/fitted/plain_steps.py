@@ -9,7 +9,8 @@ takes more than the budget, because the loss or other code outside of the module
 is planned.
 
 Known limits: a loss outside of the module is unknown until it runs; it counts as two copies of the outputs. On a CPU,
-torch does not tell the peak of its allocator, so the memory of the process is watched: small steps are not seen there.
+torch does not tell the peak of its allocator, so the memory of the process is watched: small steps are not seen there,
+nor are steps that take less than the process took before, while it read data, say.
 """
 
 from __future__ import annotations
