@@ -1,8 +1,8 @@
 """Captures a step by a call of the module for many sizes, so that other sizes need no tracing.
 
 A training loop rarely has one size: texts have many lengths, and the last batch of an epoch is smaller. So the first
-capture of a step already has symbols for the sizes that may differ in a later call, which takes a third longer than a
-capture without symbols, and the next size takes its graph from it (`memfit.capture.dynamo.symbolic_call`).
+capture of a step already has symbols for the sizes that may differ in a later call, which takes up to twice as
+long as a capture without symbols, and the next size takes its graph from it (`memfit.capture.dynamo.symbolic_call`).
 
 *Idea*: which sizes may differ is guessed. Texts are integers, and all their sizes may; of other inputs the first size
 may, and the second one of sequences (three dimensions). Every size equal to one of these may differ with it, such as
