@@ -42,7 +42,7 @@ def test_tiers_that_are_not_there(memfit: Callable[..., Any], tiers: str) -> Non
 
 
 def test_plan_and_verify_say_what_moves(memfit: Callable[..., Any], tmp_path: Path) -> None:
-    where = (MODEL, *SHAPE, "--tiers", Tier.DISK, "--strategy", "swap", "--budget", "80%plain")
+    where = (MODEL, *SHAPE, "--tiers", Tier.DISK, "--strategy", "swap", "--budget", "88%plain")
     plan = memfit("plan", *where, "--save", tmp_path / "plan.json")
     assert plan.code == 0
     assert " swaps " in plan.out and " on the disk" in plan.out and "swap " in plan.out

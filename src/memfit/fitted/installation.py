@@ -13,7 +13,7 @@ from torch import nn
 from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
 from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.loss.reading import LossFunction
-from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.optimizer.unwrapped import OptimizerLike, unwrapped_optimizer
 from memfit.capture.options import CaptureOptions
 from memfit.capture.state.input_signature import signature
 from memfit.capture.training_step import check_step, device_of
@@ -102,8 +102,9 @@ def install_unplanned(
     fitted = Fitted(weakref.ref(inner), request, replan, gives_up=gives_up, advise=advise)
     fitted.finds_optimizer = request.optimizer is None
     _put(inner, fitted)
-    if isinstance(request.whole_optimizer, torch.optim.Optimizer):
-        _tell_if_passed_by(inner, request.whole_optimizer)
+    optimizer = unwrapped_optimizer(request.whole_optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _tell_if_passed_by(inner, optimizer)
     return model
 
 
