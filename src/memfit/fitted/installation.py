@@ -14,7 +14,6 @@ from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
 from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike, unwrapped_optimizer
-from memfit.capture.options import CaptureOptions
 from memfit.capture.state.input_signature import signature
 from memfit.capture.training_step import check_step, device_of
 from memfit.compiler.plan import CompiledPlan
@@ -23,7 +22,7 @@ from memfit.compiler.stages import check_request, resolve_budget
 from memfit.errors import MemfitError
 from memfit.fitted.fitted_module import Advisor, Fitted, Replanner
 from memfit.fitted.opaque import make_opaque
-from memfit.fitted.plan_from_file import check_module
+from memfit.fitted.plan_from_file import check_module, request_for
 
 __all__ = ["fitted_call", "install", "install_unplanned", "release"]
 
@@ -57,17 +56,7 @@ def install(
     if plan.planned is not None:
         request = replace(plan.planned.request, budget=plan.budget_bytes)
     else:
-        tiers = ",".join(map(str, plan.program.tiers())) or None
-        request = Request(
-            budget=plan.budget_bytes,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            strategy=plan.strategy,
-            levers="all" if plan.is_tiled else "bitwise",
-            tiers=tiers,
-            beside_bytes=bucket_bytes(given),
-            capture=CaptureOptions(checkpointing=plan.checkpointing),
-        )
+        request = request_for(plan, loss_fn=loss_fn, optimizer=optimizer, beside_bytes=bucket_bytes(given))
     check_module(plan, inner)
     fitted = Fitted(weakref.ref(inner), request, replan)
     if plan.planned is None:

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.options import CaptureOptions
 from memfit.capture.state.input_signature import signature
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.request import Planned, Request
@@ -17,7 +20,7 @@ from memfit.ir.plan_file import fingerprint_difference
 from memfit.ir.serialization import graph_digest
 from memfit.sim.verifier import check
 
-__all__ = ["check_module", "verified"]
+__all__ = ["check_module", "request_for", "verified"]
 
 P = TypeVar("P", bound=CompiledPlan)
 
@@ -34,6 +37,34 @@ def check_module(plan: CompiledPlan, model: nn.Module) -> None:
     )
     if difference:
         raise PlanMismatchError(_of_something_else(line[:300] for line in difference))
+
+
+def request_for(
+    plan: CompiledPlan,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerLike | None = None,
+    beside_bytes: int = 0,
+) -> Request:
+    """The request that a plan from a file answers: its tiers too, whose chunks the transfers of this machine use.
+
+    Args:
+        plan: the plan.
+        loss_fn: loss of the loop.
+        optimizer: optimizer of the loop.
+        beside_bytes: see `Request`.
+    """
+    return Request(
+        budget=plan.budget_bytes,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=plan.strategy,
+        levers="all" if plan.is_tiled else "bitwise",
+        tiers=",".join(map(str, plan.program.tiers())) or None,
+        label=plan.label,
+        beside_bytes=beside_bytes,
+        capture=CaptureOptions(checkpointing=plan.checkpointing),
+    )
 
 
 def verified(plan: P, model: nn.Module, args: Any, kwargs: Any, request: Request) -> P:

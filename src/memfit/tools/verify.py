@@ -35,7 +35,7 @@ from memfit.compiler.request import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.fitted.installation import fitted_call
 from memfit.fitted.plan import Plan
-from memfit.fitted.plan_from_file import verified
+from memfit.fitted.plan_from_file import request_for, verified
 from memfit.profiling.memory import Measurement, measure, steady
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes
@@ -390,10 +390,7 @@ def _known(
     """The plan with its capture; the step of a plan from a file is captured again."""
     if plan.planned is not None:
         return plan
-    request = Request(
-        budget=plan.budget_bytes, loss_fn=loss_fn, optimizer=optimizer, strategy=plan.strategy, label=plan.label
-    )
-    return verified(plan, model, args, kwargs, request)
+    return verified(plan, model, args, kwargs, request_for(plan, loss_fn=loss_fn, optimizer=optimizer))
 
 
 def _compare(

@@ -122,9 +122,9 @@ class DiskSpace:
 
     def _start(self, tensor: torch.Tensor, offset: int, *, out: bool) -> _DiskTransfer:
         lane = 0 if out else 1
-        memory, buffer, ready = [_source(tensor)], [self._buffers[lane]], _now(tensor)
+        memory, chunk, ready = [_source(tensor)], self._buffers[lane], _now(tensor)
         # The thread gets the file, not the space: with the last reference to the space it would have to close it.
-        return _DiskTransfer(self._lanes[lane].submit(_move, self._file, memory, offset, buffer, ready, out=out))
+        return _DiskTransfer(self._lanes[lane].submit(_move, self._file, memory, offset, chunk, ready, out=out))
 
 
 class _Source(NamedTuple):
@@ -138,13 +138,12 @@ def _move(
     file: SwapFile,
     memory: list[_Source],
     offset: int,
-    buffer: list[NDArray[np.uint8]],
+    chunk: NDArray[np.uint8],
     ready: torch.cuda.Event | None,
     *,
     out: bool,
 ) -> None:
-    """Moves bytes chunk by chunk; empties the lists, so that nothing is held once the transfer is done."""
-    chunk = buffer.pop()
+    """Moves bytes chunk by chunk; empties the list, so that the memory is freed before the transfer is done."""
     with _copying(memory, ready) as moved:
         for start in range(0, len(moved), len(chunk)):
             part = moved[start : start + len(chunk)]
