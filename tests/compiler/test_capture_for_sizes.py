@@ -58,6 +58,40 @@ def test_the_step_is_that_of_a_capture_without_symbols(name: str) -> None:
     assert graph_digest(found[0].graph) == graph_digest(captured().graph)
 
 
+_LIBRARY = torch.library.Library("memfit_test_sizes", "DEF")
+_LIBRARY.define("scaled(Tensor x) -> Tensor")
+
+
+def scaled(x: Tensor) -> Tensor:
+    """An op that computes something else where sizes are symbols, as no op should."""
+    return x * (3 if isinstance(x.shape[0], torch.SymInt) else 2)
+
+
+_LIBRARY.impl("scaled", scaled, "CompositeImplicitAutograd")
+
+
+class WithOwnOp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.memfit_test_sizes.scaled(self.layer(x)).square().mean()
+        return made
+
+
+def test_where_symbols_change_a_bit_each_size_is_captured_by_itself() -> None:
+    model = WithOwnOp()
+    memfit.fit(model, budget="1GiB", optimizer=0)
+    for rows in (4, 6, 7):
+        x = torch.randn(rows, 8)
+        made, plain = model(x), model._call_impl(x)
+        assert torch.equal(made, plain)
+        grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in (made, plain)]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert not any(not call.is_broken for call in fitted_call(model).symbolic.made)
+
+
 class Scaled(nn.Module):
     def __init__(self, scale: Callable[[int], float]) -> None:
         super().__init__()

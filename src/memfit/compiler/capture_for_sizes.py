@@ -30,6 +30,7 @@ from memfit.capture.dynamo.symbolic_call import SymbolicCall, symbolic_call
 from memfit.capture.state.input_signature import Signature, differ_in_sizes, signature
 from memfit.capture.training_step import Capture
 from memfit.compiler.request import Request
+from memfit.errors import MemfitError
 from memfit.torch_compat.core import pytree
 
 __all__ = ["SymbolicCalls", "Varying", "captured_for_sizes", "guessed_to_vary", "is_for_sizes", "varied_since"]
@@ -109,7 +110,7 @@ def captured_for_sizes(
     call = symbolic_call(model, now, found, settings)
     try:
         capture = captured(call)
-    except NotOfSizesError as error:
+    except MemfitError as error:  # if it is no matter of sizes, the capture without symbols raises it again
         calls.failed += 1
         log.info("each size is captured by itself: %s", error)
         return None

@@ -7,8 +7,9 @@ plan is taken.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +40,12 @@ from memfit.compiler.plan_cache import (
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.request import Progress, Request
 from memfit.compiler.stages import Step, capture_and_profile, check_request, plan_captured, resolve_budget
-from memfit.errors import BudgetError, ExactnessError, MemfitError
+from memfit.errors import BudgetError, ExactnessError, MemfitError, PlanMismatchError
 from memfit.feedback import told_meanwhile
 from memfit.planner.effort import search_limit
 from memfit.planner.offload.streaming_search import least_streaming
 from memfit.refusals import advised, refusal
+from memfit.torch_compat.compiler import TorchDynamoException
 from memfit.torch_compat.core import user_modes_set_aside
 from memfit.units import format_bytes
 
@@ -111,8 +113,8 @@ def make_plan(
         told_meanwhile(request.label or type(model).__name__, progress) as tell,
     ):
         carried = None if known is None else _carried(model, args, kwargs, request, known, tell, keep_call)
-        calls = None if known is None else known.calls
-        plan = carried or _for_sizes(model, args, kwargs, request, calls, progress=tell, keep_call=keep_call)
+        made = functools.partial(_made, model, args, kwargs, request, progress=tell, keep_call=keep_call)
+        plan = carried or _for_sizes(made, _calls_for_sizes(model, args, kwargs, request, known))
     if known is not None and known.plans and not known.calls.is_noted:
         known.calls.is_noted = not is_same_call(signature(model, args, kwargs), known.signature)
         if known.calls.is_noted:
@@ -150,37 +152,35 @@ def _without_call(plan: CompiledPlan) -> CompiledPlan:
     return replace(plan, planned=replace(plan.planned, capture=plan.planned.capture.without_call()))
 
 
-def _for_sizes(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    request: Request,
-    calls: SymbolicCalls | None,
-    *,
-    progress: Progress | None,
-    keep_call: bool,
-) -> CompiledPlan:
-    """The plan of a checked request, from a call of the module for many sizes if it keeps the bits."""
-    if calls is not None and _may_have_many_sizes(model, args, kwargs, request, calls):
+def _calls_for_sizes(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, known: KnownSizes | None
+) -> SymbolicCalls | None:
+    """The calls for many sizes that the step may be made from; None where earlier runs had one size: that is faster."""
+    if known is None or not is_for_sizes(model, request):
+        return None
+    budget_bytes = resolve_budget(request.budget, device_of(model))
+    if not known.calls.made and is_known_to_have_one_size(model, args, kwargs, request, budget_bytes):
+        return None
+    return known.calls
+
+
+def _for_sizes(made: Callable[[SymbolicCalls | None], CompiledPlan], calls: SymbolicCalls | None) -> CompiledPlan:
+    """A plan from a call of the module for many sizes, or without such a call where that plan does not serve.
+
+    Args:
+        made: makes the plan.
+        calls: the calls for many sizes.
+    """
+    if calls is not None:
         try:
-            return _made(model, args, kwargs, request, calls, progress=progress, keep_call=keep_call)
-        except ExactnessError as error:
+            return made(calls)
+        except (ExactnessError, PlanMismatchError, TorchDynamoException) as error:
             if not calls.made:
                 raise
-            log.info("a call for many sizes does not keep the bits, so that each size is captured by itself: %s", error)
+            log.info("a call for many sizes does not serve, so that each size is captured by itself: %s", error)
             for call in calls.made:
                 call.is_broken = True
-    return _made(model, args, kwargs, request, None, progress=progress, keep_call=keep_call)
-
-
-def _may_have_many_sizes(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, calls: SymbolicCalls
-) -> bool:
-    """Whether the step is captured for many sizes: not where earlier runs had one size, since that takes longer."""
-    if not is_for_sizes(model, request):
-        return False
-    budget_bytes = resolve_budget(request.budget, device_of(model))
-    return bool(calls.made) or not is_known_to_have_one_size(model, args, kwargs, request, budget_bytes)
+    return made(None)
 
 
 def _made(

@@ -50,7 +50,10 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES = 256 << 20
 _NOTE_BYTES = 4096
-"""What an empty file counts."""
+"""Bytes that an empty file counts for."""
+
+_KINDS = (".json", ".needed", ".sizes")
+"""Plans, notes that a call needs a plan, and notes that a module has inputs of several sizes."""
 
 
 def keeps_plans() -> bool:
@@ -150,7 +153,9 @@ def _path(graph: StepGraph, request: Request, budget_bytes: int, device: torch.d
 
 def drop_oldest(folder: Path, most_bytes: int) -> None:
     """Removes the plans and notes that were used least recently, until the others take a number of bytes at most."""
-    found = sorted(((path.stat(), path) for path in folder.iterdir()), key=lambda one: -one[0].st_mtime_ns)
+    found = sorted(
+        ((path.stat(), path) for path in folder.iterdir() if path.suffix in _KINDS), key=lambda one: -one[0].st_mtime_ns
+    )
     total = 0
     for state, path in found:
         total += state.st_size or _NOTE_BYTES

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,10 +125,18 @@ def capture_and_profile(
     cache = open_cache(device) if cache is None else cache
     # All processes of a sharded module must make the same plan, whatever bits each of them measures.
     separate = _never if is_sharded(model) else known_separable(cache)
-    if before is None:
-        capture = _for_sizes(model, args, kwargs, request, calls, separate=separate, grid=grid)
-    else:
+    captured = functools.partial(_captured, model, args, kwargs, request, separate=separate, grid=grid)
+    if before is not None:
         capture = read_again(before, separate=separate, grid=grid, device_type=device.type)
+    elif calls is None:
+        capture = captured()
+    else:
+        found = captured_for_sizes(
+            *(model, args, kwargs, calls, request),
+            varying=lambda _, leaves: {} if calls.made else guessed_to_vary(leaves),
+            captured=lambda call: captured(symbolic=call),
+        )
+        capture = captured() if found is None else found[0]
     if not is_sharded(model):
         capture = separated(capture, device, cache)
     if progress is not None:
@@ -140,33 +149,6 @@ def capture_and_profile(
     graph = profile_ops(capture, device, cache, progress=profiling)
     graph = agreed_step(model, tiers_of(graph, request, device), device)
     return replace(capture, graph=graph), graph
-
-
-def _for_sizes(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    request: Request,
-    calls: SymbolicCalls | None,
-    *,
-    separate: Callable[[str], bool],
-    grid: tuple[int, ...],
-) -> Capture:
-    """The captured step, from a call for many sizes if there may be one."""
-
-    def captured(symbolic: SymbolicCall | None) -> Capture:
-        asked = replace(request, capture=replace(request.capture, symbolic=symbolic))
-        return _captured(model, args, kwargs, asked, separate=separate, grid=grid)
-
-    if calls is not None:
-        found = captured_for_sizes(
-            *(model, args, kwargs, calls, request),
-            varying=lambda _, leaves: {} if calls.made else guessed_to_vary(leaves),
-            captured=captured,
-        )
-        if found is not None:
-            return found[0]
-    return captured(None)
 
 
 def captured_for(
@@ -193,9 +175,13 @@ def captured_for(
     Raises:
         NotOfSizesError: if the call for many sizes does not serve these inputs.
     """
-    asked = replace(request, capture=replace(request.capture, symbolic=symbolic))
-    separate = known_separable(cache)
-    captured = _captured(model, args, kwargs, asked, separate=separate, grid=(), optimizer=optimizer)
+    captured = _captured(
+        *(model, args, kwargs, request),
+        separate=known_separable(cache),
+        grid=(),
+        optimizer=optimizer,
+        symbolic=symbolic,
+    )
     return separated(captured, device_of(model), cache)
 
 
@@ -212,6 +198,7 @@ def _captured(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     optimizer: OptimizerCost | None = None,
+    symbolic: SymbolicCall | None = None,
 ) -> Capture:
     """The step captured for a request; its static bytes include `Request.beside_bytes`."""
     agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.capture.checkpointing))
@@ -220,7 +207,7 @@ def _captured(
         loss_fn=request.loss_fn,
         optimizer=optimizer or optimizer_cost(request.optimizer, device_of(model).type),
         label=request.label,
-        options=replace(request.capture, separate=separate, grid=grid),
+        options=replace(request.capture, separate=separate, grid=grid, symbolic=symbolic),
     )
     graph = capture.graph.beside("beside the step", request.beside_bytes, ResidentKind.OTHER)
     return replace(capture, graph=graph, residents=graph.residents)
@@ -249,7 +236,8 @@ def plan_captured(
 
     def searching(attempt: str) -> None:
         if progress is not None:
-            progress(f"plan ({attempt})" if attempt else "plan", int(10 * effort.seconds), max(1, int(10 * most)))
+            done = min(1.0, effort.seconds / most) if most else 0.0
+            progress(f"plan ({attempt})" if attempt else "plan", int(100 * done), 100)
 
     searching("")
     program, bound_seconds = agreed_program(

@@ -23,7 +23,7 @@ from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
 from memfit.capture.optimizer.live import live_optimizer
-from memfit.capture.state.input_signature import Signature, differing_number, name_of_leaf, nearest, signature
+from memfit.capture.state.input_signature import Signature, nearest, signature
 from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import device_of
@@ -39,6 +39,7 @@ from memfit.fitted.plain_steps import PlainStep, PlainSteps, step_of
 from memfit.fitted.plan_from_file import verified
 from memfit.fitted.training_loops import Loops, TogetherError
 from memfit.fitted.variants import Variants, decides
+from memfit.fitted.varying_numbers import varying_number
 from memfit.refusals import advised
 from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.runtime.loop.forward_passes import Pass, in_flight
@@ -51,9 +52,6 @@ log = logging.getLogger(__name__)
 
 _PLANNING = threading.RLock()
 """Lock held while a module is planned: Dynamo, the profiler and a model's snapshot allow one thread at a time."""
-
-_MOST_NUMBERS = 3
-"""How many numbers an argument has before a warning is given."""
 
 _MOST_STRAYS = 3
 """Maximum number of times a module is planned again because a step did not run as planned."""
@@ -196,12 +194,11 @@ class Fitted:
             self.request = replace(self.request, optimizer=found)
         for known in nearest(key, self.plans)[:1]:
             self.loops.inherit(key, known)
-        places = Counter(place for known in self.plans if (place := differing_number(key, known)) is not None)
-        for place in [place for place, count in places.items() if count >= _MOST_NUMBERS]:
+        if (name := varying_number(key, self.plans, args, kwargs)) is not None:
             self.tell(
-                f"number {place}",
-                f"is called with many numbers as {name_of_leaf(args, kwargs, place)}, and each is planned, which takes "
-                "about a second; passed as a tensor, all have one plan",
+                f"number {name}",
+                f"is called with many numbers as {name}, and each is planned, which takes about a second; passed as a "
+                "tensor, all have one plan",
             )
 
     def _end_watch(self, model: nn.Module) -> None:

@@ -115,11 +115,19 @@ def _size(graph: StepGraph, storage: int) -> int:
 def graph_digest(graph: StepGraph) -> str:
     """SHA-256 of the properties that must be equal for a program of one step to be a program of another one.
 
-    Targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's transient memory),
-    memory that exists before the step, and labels do not count. Nor do the names of ops: a graph that was traced with
-    symbols for sizes numbers them in another way.
+    Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's transient
+    memory), memory that exists before the step, and labels do not count. Nor does the number at the end of a name: a
+    graph that was traced with symbols for sizes numbers its ops in another way.
     """
-    ops = [[getattr(run, name) for run in (op, op.later) for name in _STRUCTURE] for op in graph.ops]
+    ops = [
+        [(_without_number(run.name), *(getattr(run, fact) for fact in _STRUCTURE)) for run in (op, op.later)]
+        for op in graph.ops
+    ]
     storages = [[storage.nbytes, storage.kind] for storage in graph.storages]
     structure = json.dumps([ops, storages, graph.outputs])
     return hashlib.sha256(structure.encode()).hexdigest()
+
+
+def _without_number(name: str) -> str:
+    """`add` for an op that is called `add_3`."""
+    return name.rstrip("0123456789").removesuffix("_")

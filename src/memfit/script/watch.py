@@ -126,11 +126,12 @@ class Watch:
             return self.plain_call(module, *args, **kwargs)
         looking, nn.Module.__call__ = nn.Module.__call__, self.plain_call  # type: ignore[method-assign]
         try:
-            around = _forward_around(module)
-            if around is not None and around is not unwrapped(module):
-                self.called_directly(around)
-            elif all(model() is not unwrapped(module) for model, _ in self.models):
-                self.found(module, args, kwargs)
+            if all(model() is not unwrapped(module) for model, _ in self.models):
+                around = _forward_around(module)
+                if around is None:
+                    self.found(module, args, kwargs)
+                else:
+                    self.called_directly(around)
             return self.plain_call(module, *args, **kwargs)
         finally:
             if not self.knows_all():
@@ -284,13 +285,13 @@ def _end(seen: Watch, *, in_child: bool) -> None:
 
 
 def _forward_around(module: nn.Module) -> nn.Module | None:
-    """The outermost training module whose `forward` is on the stack and that holds a module; None if there is none."""
+    """The outermost training module around a module whose `forward` is on the stack; None if there is none."""
     found: nn.Module | None = None
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward":
             owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and owner.training and any(part is module for part in owner.modules()):
+            if isinstance(owner, nn.Module) and owner.training and module in {*owner.modules()} - {owner}:
                 found = owner
         frame = frame.f_back
     return found

@@ -19,7 +19,6 @@ __all__ = [
     "differing_number",
     "is_larger",
     "is_same_call",
-    "name_of_leaf",
     "nearest",
     "signature",
 ]
@@ -89,18 +88,6 @@ def nearest(key: Signature, others: Iterable[Signature]) -> list[Signature]:
 def is_same_call(one: Signature, other: Signature) -> bool:
     """Whether two calls differ in nothing but whether gradients exist already."""
     return _without_gradients(one) == _without_gradients(other)
-
-
-def name_of_leaf(args: Any, kwargs: Any, place: int) -> str:
-    """A name of one leaf of the arguments of a call: `scale`, or `argument 1`."""
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), kwargs))
-    _, first, *rest = paths[place][0]
-    inside = pytree.keystr(tuple(rest))
-    return (
-        f"argument {first.idx + 1}{inside}"
-        if isinstance(first, pytree.SequenceKey)
-        else f"{getattr(first, 'key', first)}{inside}"
-    )
 
 
 def differing_number(one: Signature, other: Signature) -> int | None:

@@ -149,11 +149,7 @@ class Begun:
             )
         written = [before != after for before, after in zip(self.versions, self.after, strict=True)]
         leaves = [
-            (self.kept.get(place, value).detach().clone() if overwritten else value.detach()).requires_grad_(
-                value.requires_grad
-            )
-            if isinstance(value, torch.Tensor)
-            else value
+            self._leaf(place, is_overwritten=overwritten) if isinstance(value, torch.Tensor) else value
             for place, (value, overwritten) in enumerate(zip(self.inputs, written, strict=True))
         ]
         with torch.enable_grad(), self._as_before():
@@ -174,6 +170,12 @@ class Begun:
             if (whole := made.get(place)) is not None and whole.layout is torch.strided
         }
         return tuple(made.get(i) for i in range(len(leaves))), parts
+
+    def _leaf(self, place: int, *, is_overwritten: bool) -> torch.Tensor:
+        """An input as it was before the run; the run may overwrite it again if it did before."""
+        before = self.kept.get(place, self.inputs[place]).detach()
+        leaf: torch.Tensor = before.clone() if is_overwritten else before
+        return leaf.requires_grad_(self.inputs[place].requires_grad)
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
