@@ -40,9 +40,17 @@ def test_the_sizes_of_texts_and_the_number_of_samples_may_differ(
     assert guessed_to_vary(leaves) == varying
 
 
-@pytest.mark.parametrize("name", ["zoo:gpt", "zoo:llama", "zoo:unet", "torchvision:resnet18"])
-def test_the_step_is_that_of_a_capture_without_symbols(name: str) -> None:
-    example = zoo.build(name, batch=4)
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("zoo:gpt?layers=1", (32,)),
+        ("zoo:llama?layers=1", (32,)),
+        ("zoo:unet?depth=2&width=8", (3, 32, 32)),
+        ("torchvision:resnet18", (3, 32, 32)),
+    ],
+)
+def test_the_step_is_that_of_a_capture_without_symbols(name: str, shape: tuple[int, ...]) -> None:
+    example = zoo.build(name, batch=4, shape=shape)
     model, cache = example.model.train(), open_cache(torch.device("cpu"))
     asked = Request(budget="1GiB", loss_fn=example.loss_fn)
 
